@@ -1,0 +1,56 @@
+# One command each. `make help` lists them.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up down test check bench image-test lock tools clean
+
+help:  ## List the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## Prepare .venv; the others do it first when needed
+
+$(STAMP): requirements-dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Flotilla needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --no-build-isolation -e .
+	@touch $(STAMP)
+
+up: setup  ## Start three instances on ports 8000-8002, on the embedded PostgreSQL
+	$(BIN)/flotilla up --instances 3 --port 8000
+
+down: setup  ## Ask them to leave, and stop the embedded PostgreSQL
+	$(BIN)/flotilla down
+
+test: setup tools  ## Run every test
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+
+check: setup  ## Format, lint, types, import contract, documentation, model-migration drift
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	cd alembic && ../$(BIN)/mypy --config-file ../pyproject.toml env.py versions/fleet versions/app
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit/test_documentation.py tests/integration/test_migrations.py
+
+bench: setup  ## Measure takeover, start-up and idle cost, and print the figures
+	$(BIN)/python -m benchmarks
+
+image-test: setup  ## Build the Dockerfile for real, without a container engine, and serve from the result (root)
+	scripts/image-test
+
+tools: setup  ## Install what some tests need beyond Python (HAProxy, PgBouncer), where that is possible
+	@scripts/tools
+
+lock: setup  ## Resolve the dependencies anew and write the hashed locks
+	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header --output-file requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header --group dev --constraint requirements.lock --output-file requirements-dev.lock
+
+clean: down  ## Stop everything and remove what was made here
+	rm -rf .venv .flotilla

@@ -1,0 +1,5 @@
+"""`python -m app` is `flotilla`."""
+
+from app.fleet.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""YOUR CODE: one file per action or family of actions."""

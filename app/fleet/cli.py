@@ -1,0 +1,390 @@
+"""The command line: start instances here, see them anywhere, ask any of them to leave.
+
+Tables for people, `--json` for machines, and exit codes that mean something:
+
+    0  done
+    1  failed, or `doctor` found a problem
+    2  wrong usage, or a setting is wrong
+    3  an instance refused to start
+    4  the database cannot be used as it is
+    5  no such instance
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, NoReturn
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psycopg
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from app.fleet.cluster.registry import Instance, Register, Session
+from app.fleet.db import dsn, embedded, migrations, preflight
+from app.fleet.db.direct import open_session
+from app.fleet.db.namespace import Namespace
+from app.fleet.doctor import Level, examine
+from app.fleet.errors import FleetError, SchemaOutdated, SettingsError, StartRefused
+from app.fleet.http.auth import make_key
+from app.fleet.settings import KEY, FleetSettings, Scope
+from app.fleet.telemetry import logs
+
+READY_WITHIN = 60.0
+LED_WITHIN = 5.0
+app = typer.Typer(
+    name="flotilla",
+    help="Start instances here, see them anywhere, ask any of them to leave.",
+    epilog="Exit codes: 0 done · 1 failed, or doctor found a problem · 2 wrong usage or setting · "
+    "3 an instance refused to start · 4 the database cannot be used · 5 no such instance",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+# Piped, a table is as wide as it needs to be: a name cut to fit 80 columns helps nobody.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+err = Console(stderr=True, highlight=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+def main() -> NoReturn:
+    try:
+        app()
+    except FleetError as error:
+        err.print(f"flotilla: {error}", markup=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of this instance.")] = None,
+    workspace: Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")] = False,
+) -> None:
+    """Run one instance in the foreground, as containers want it."""
+    given = {"HOST": host, "PORT": port, "INSTANCE_NAME": name, "WORKSPACE": workspace}
+    if force:
+        given["WORKSPACE_FORCE"] = "true"
+    # Through the environment, because the service reads its settings by itself, the same under every server.
+    os.environ.update({f"FLOTILLA_{key}": str(value) for key, value in given.items() if value is not None})
+    settings = load()
+    listener = listen(settings)
+
+    import uvicorn
+
+    logs.set_up(as_json=settings.logs_as_json, level=settings.log_level, namespace=settings.namespace)
+    config = uvicorn.Config(
+        "app.main:app",
+        host=settings.host,
+        port=listener.getsockname()[1],
+        log_config=None,
+        server_header=False,
+        # Longer than the idle timeout of common load balancers, so that it is never we who close under a request.
+        timeout_keep_alive=75,
+    )
+    server = uvicorn.Server(config)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+
+
+@app.command()
+def up(
+    instances: Annotated[int, typer.Option("--instances", "-n", min=1, max=100, help="How many.")] = 3,
+    name: Annotated[str | None, typer.Option(help="Name; with several instances, NAME-1, NAME-2, …")] = None,
+    workspace: Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")] = False,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the first; the others follow.")] = None,
+) -> None:
+    """Start instances on this machine, in the background, and wait until they are ready."""
+    settings = load()
+    began = time.monotonic()
+    if workspace and instances > 1 and not force:
+        raise FleetError("a workspace is exclusive: start one instance with it, or share it with --force")
+    addresses = dsn.resolve(settings)
+    preflight.check_direct(addresses)
+    namespace = Namespace(settings.namespace)
+    migrations.ensure_current(
+        addresses.direct, namespace, allowed=settings.migrates_on_start, wait=settings.migrate_wait
+    )
+    first = settings.port if port is None else port
+    if not 0 < first <= 65536 - instances:
+        raise SettingsError(f"there are no {instances} ports from {first} on: choose a lower one with --port")
+    ports = range(first, first + instances)
+    with session_for(settings) as (session, register):
+        mine = here(register.list(session))
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    for number, each in enumerate(ports, 1):
+        if each in mine:
+            out.print(f"port {each}: {mine[each].name} is up already", markup=False)
+            continue
+        own_name = name if name is None or instances == 1 else f"{name}-{number}"
+        started[each] = launch(each, settings, own_name, workspace, force)
+    for each, process in started.items():
+        wait_until_ready(each, process, settings)
+    wait_until_led(settings)
+    show(settings)
+    out.print(f"\n{len(ports)} instances up in {time.monotonic() - began:.1f} s. Look at:", markup=False)
+    out.print(f"  curl http://{reachable(settings.host)}:{first}/health/instances", markup=False)
+    out.print(f"  tail -f {log_file('*')}", markup=False)
+    me = own_name_as_typed()
+    out.print(f"  {me} list · {me} down NAME · {me} down", markup=False)
+
+
+def launch(
+    port: int, settings: FleetSettings, name: str | None, workspace: str | None, force: bool
+) -> "subprocess.Popen[bytes]":
+    """Start one instance that outlives this command."""
+    refuse_taken_port(settings.host, port)
+    command = [sys.executable, "-m", "app", "serve", "--port", str(port)]
+    for flag, value in (("--name", name), ("--workspace", workspace)):
+        if value is not None:
+            command += [flag, value]
+    if force:
+        command.append("--force")
+    log = Path(log_file(str(port)))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as target:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=target, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def wait_until_ready(port: int, process: "subprocess.Popen[bytes]", settings: FleetSettings) -> None:
+    deadline = time.monotonic() + READY_WITHIN
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            tail = "\n".join(Path(log_file(str(port))).read_text(errors="replace").splitlines()[-5:])
+            raise StartRefused(f"the instance on port {port} ended with {process.returncode}:\n{tail}")
+        with contextlib.suppress(URLError, OSError):
+            if urlopen(f"http://{reachable(settings.host)}:{port}/health/ready", timeout=2).status == 200:
+                return
+        time.sleep(0.05)
+    raise FleetError(
+        f"the instance on port {port} was not ready within {READY_WITHIN:.0f} s: see {log_file(str(port))}"
+    )
+
+
+def wait_until_led(settings: FleetSettings) -> None:
+    """Let the first leader take its turn, which is a matter of milliseconds; if nobody does, the list shows it."""
+    deadline = time.monotonic() + LED_WITHIN
+    with session_for(settings) as (session, register):
+        while not any(row.leader for row in register.list(session)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+# -- seeing and ending ------------------------------------------------------------------------------------------------
+
+
+@app.command(name="list")
+def list_command(
+    everyone: Annotated[bool, typer.Option("--all", help="Those gone within the last minutes too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List all living instances of the namespace, wherever they run."""
+    show(load(), everyone=everyone, as_json=as_json)
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Argument(help="Which instance; without it, all on this machine.")] = None,
+    timeout: Annotated[float, typer.Option(help="How long to wait for it to be gone, in seconds.")] = 70.0,
+) -> None:
+    """Ask an instance, on any host, to drain and leave; without a name, all on this machine, and their database."""
+    settings = load()
+    if settings.embedded and not embedded.is_running(settings.embedded_dir):
+        out.print("nothing is up here: the embedded PostgreSQL is not running", markup=False)
+        return
+    with session_for(settings) as (session, register):
+        if name is not None:
+            names = [name]
+        else:
+            names = [
+                each.name for each in register.list(session) if each.living and each.hostname == socket.gethostname()
+            ]
+        reason = f"flotilla down, by pid {os.getpid()} on {socket.gethostname()}"
+        waiting = {each: register.request_drain(session, each, reason) for each in names}
+        wait_until_gone(session, register, waiting, timeout)
+        nobody_left = not any(each.living for each in register.list(session))
+    if name is None and settings.embedded and nobody_left and embedded.stop(settings.embedded_dir):
+        out.print("embedded PostgreSQL: stopped", markup=False)
+
+
+def wait_until_gone(session: Session, register: Register, waiting: dict[str, int], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while waiting and time.monotonic() < deadline:
+        for name, identifier in list(waiting.items()):
+            if register.is_gone(session, identifier):
+                out.print(f"{name}: gone", markup=False)
+                del waiting[name]
+        time.sleep(0.1)
+    if waiting:
+        raise FleetError(f"still there after {timeout:.0f} s: {', '.join(waiting)}; `flotilla list` shows their state")
+
+
+def show(settings: FleetSettings, *, everyone: bool = False, as_json: bool = False) -> None:
+    with session_for(settings) as (session, register):
+        rows = [row for row in register.list(session) if everyone or row.living]
+    if as_json:
+        out.print_json(json.dumps([dataclasses.asdict(row) for row in rows], default=str))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("NAME", "ID", "STATE", "LEADER", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP", "WORKSPACE"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*cells(row))
+    out.print(table)
+
+
+def cells(row: Instance) -> Iterator[str]:
+    yield from (row.name, str(row.id), row.state, "leader" if row.leader else "", row.hostname, str(row.pid))
+    yield from (str(row.port or ""), row.version)
+    if row.living:
+        yield f"{row.heartbeat_age_ms} ms ago"
+        yield lasted(row.started_at, datetime.now(row.started_at.tzinfo))
+    else:
+        yield row.gone_reason or ""
+        yield lasted(row.started_at, row.gone_at or row.started_at)
+    yield row.workspace or ""
+
+
+def lasted(since: datetime, until: datetime) -> str:
+    seconds = max(0, int((until - since).total_seconds()))
+    days, rest = divmod(seconds, 86400)
+    return f"{days} d {rest // 3600} h" if days else f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+
+
+# -- the database -----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def migrate() -> None:
+    """Bring the namespace's schema to the newest revision. Safe to run anywhere, any number of times at once."""
+    settings = load()
+    logs.set_up(as_json=settings.logs_as_json, level=settings.log_level, namespace=settings.namespace)
+    addresses = dsn.resolve(settings)
+    preflight.check_direct(addresses)
+    done = migrations.migrate(addresses.direct, Namespace(settings.namespace))
+    out.print(f"{settings.namespace}: {'migrated' if done else 'current already'}", markup=False)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say whether this wiring is safe: database, pooler, schema, connection budget, clock, privileges, settings."""
+    findings = examine(load())
+    if as_json:
+        out.print_json(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        for finding in findings:
+            out.print(
+                f"{finding.level.value:<7}  {finding.subject:<20}  {finding.detail}", markup=False, soft_wrap=True
+            )
+    if any(finding.level is Level.PROBLEM for finding in findings):
+        sys.exit(1)
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Whose key this is; it appears in the settings only.")],
+    scope: Annotated[Scope, typer.Option(help="What it may do; each scope includes the former.")] = "read",
+) -> None:
+    """Make an API key: the key itself, shown once, and the line for FLOTILLA_API_KEYS."""
+    secret, line = make_key(name, scope)
+    if not KEY.fullmatch(line):
+        raise SettingsError(f"{name!r} is no name for a key: up to 64 letters, digits, dots, hyphens and underscores")
+    out.print(f"key, for the client, shown only now:\n  {secret}", markup=False, soft_wrap=True)
+    out.print(f"line, to add to FLOTILLA_API_KEYS (commas between several):\n  {line}", markup=False, soft_wrap=True)
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def load() -> FleetSettings:
+    """Read the service's settings, its own fields included; by name, because the fleet imports nothing above it."""
+    settings: type[FleetSettings] = importlib.import_module("app.settings").Settings
+    return settings.load()
+
+
+@contextlib.contextmanager
+def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Register]]:
+    """Open a session on the register, or say why there is none."""
+    addresses = dsn.resolve(settings)
+    namespace = Namespace(settings.namespace)
+    try:
+        with open_session(addresses.direct, application=f"flotilla/{namespace.name}/cli", lease=None) as session:
+            if migrations.inspect(session, namespace) is migrations.State.ABSENT:
+                raise SchemaOutdated(
+                    f"the namespace {namespace.name!r} does not exist in {addresses.place}: `flotilla up` or "
+                    f"`flotilla migrate` makes it; FLOTILLA_NAMESPACE chooses another"
+                )
+            yield session, Register(namespace)
+    except psycopg.Error as error:
+        raise preflight.translate(error, addresses) from error
+
+
+def here(rows: list[Instance]) -> dict[int, Instance]:
+    """Return the living instances of this machine by their port."""
+    return {row.port: row for row in rows if row.living and row.port and row.hostname == socket.gethostname()}
+
+
+def listen(settings: FleetSettings) -> socket.socket:
+    """Take the port before anything else: an instance that cannot be reached must not join."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise port_taken(settings.host, settings.port, error) from error
+    return listener
+
+
+def refuse_taken_port(host: str, port: int) -> None:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.settimeout(1)
+        if probe.connect_ex((reachable(host), port)) == 0:
+            raise port_taken(host, port, OSError("something answers there"))
+
+
+def port_taken(host: str, port: int, error: OSError) -> FleetError:
+    return FleetError(
+        f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another with --port or FLOTILLA_PORT, or "
+        f"end what uses it (`flotilla list` shows the instances)"
+    )
+
+
+def own_name_as_typed() -> str:
+    """Say how to call this command again, whether or not the virtual environment is active."""
+    script = Path(sys.argv[0])
+    if script.name == "__main__.py":
+        return "python -m app"
+    return "flotilla" if shutil.which("flotilla") else os.path.relpath(script)
+
+
+def reachable(host: str) -> str:
+    return "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104 — a comparison, nothing is bound
+
+
+def log_file(which: str) -> str:
+    return f".flotilla/logs/{which}.log"

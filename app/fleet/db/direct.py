@@ -1,0 +1,76 @@
+"""A direct session: one connection to PostgreSQL itself, used by one thread, whose end the server notices.
+
+Two timers hold it from both sides. The server's `idle_session_timeout` (and its sibling inside a transaction) ends the
+session, and with it every lock it holds, when the client has been silent for the lease; this works for a frozen
+process and for a cut network, which keepalives alone do not see. The client's patience is shorter: it gives an answer
+up after that long, so that it stops acting before the server lets go.
+
+    failure                          who notices          after
+    process killed                   server               at once (the socket closes)
+    process frozen                   server               lease
+    network cut                      client, then server  patience (TCP user timeout), then lease
+    server hangs or its host dies    client               patience
+    backend terminated               client               at once
+
+What it does not promise: anything when the server is a pooler in transaction mode. `preflight` refuses that.
+"""
+
+import os
+import socket
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from app.fleet.db.dsn import with_options
+
+LEASE = 5.0
+PATIENCE = 2.5
+Answer = TypeVar("Answer")
+
+
+class DirectSession(psycopg.Connection[TupleRow]):
+    """A synchronous connection that gives up waiting after its patience, and can be hung up from another thread."""
+
+    patience: float | None = PATIENCE
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        try:
+            return super().wait(gen, interval, self.patience if timeout is None else timeout)
+        except psycopg.errors._WaitTimeout:  # noqa: SLF001 — psycopg names its own timeout so, and raises nothing else
+            # The answer may still come; a session in that state is good for nothing.
+            self.close()
+            raise psycopg.OperationalError(f"no answer from PostgreSQL within {self.patience} s") from None
+
+    def hang_up(self) -> None:
+        """End the session from any thread: whoever waits on it gets an error at once."""
+        try:
+            with socket.socket(fileno=os.dup(self.pgconn.socket)) as wire:
+                wire.shutdown(socket.SHUT_RDWR)
+        except (OSError, psycopg.OperationalError):
+            pass  # it is closed already, which is what was wanted
+
+
+def open_session(
+    address: str, *, application: str, lease: float | None = LEASE, autocommit: bool = True
+) -> DirectSession:
+    """Open a direct session. With a lease, it must speak at least that often."""
+    lease_ms = int(lease * 1000) if lease else 0
+    options: dict[str, str | int] = {
+        "idle_session_timeout": lease_ms,
+        "idle_in_transaction_session_timeout": lease_ms,
+        "client_connection_check_interval": 500,
+        "tcp_keepalives_idle": 2,
+        "tcp_keepalives_interval": 1,
+        "tcp_keepalives_count": 3,
+        "statement_timeout": 0,
+        "lock_timeout": 0,
+        # A commit that was acknowledged survives; nobody's global shortcut may change that for the fleet's own rows.
+        "synchronous_commit": "on",
+    }
+    conninfo = with_options(address, application=application, **options)
+    session = DirectSession.connect(conninfo, autocommit=True, prepare_threshold=None)
+    if session.info.server_version >= 170000:
+        session.execute("SET transaction_timeout = 0")
+    session.autocommit = autocommit
+    return session

@@ -1,0 +1,175 @@
+"""Migrations: applied once, however many instances start at the same moment.
+
+Alembic runs under a session advisory lock of the namespace, and looks at the schema again once it has the lock: the
+one that waited finds the work done. The lock is polled and not waited for, because a session blocked in
+`pg_advisory_lock` holds a snapshot, and a migration with CREATE INDEX CONCURRENTLY would wait for that snapshot while
+it waits for the migration. A process killed in the middle loses its session, the lock with it, and PostgreSQL rolls
+the migration back.
+
+    the schema is            because                                          then
+    absent, or empty         the namespace is new                             migrate
+    behind                   a deploy brought new migrations                  migrate, or wait for the job that does
+    current                                                                   go on
+    ahead                    a newer release migrated first (rolling deploy)  go on: migrations are expand-then-contract
+    foreign                  other tables live there                          refuse, before anything is written
+
+Two branches, `fleet` and `app`, so that a template update brings its own migrations beside the service's.
+"""
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine
+from sqlalchemy.pool import StaticPool
+
+from alembic import command
+from app.fleet.db.direct import DirectSession, open_session
+from app.fleet.db.namespace import Namespace
+from app.fleet.errors import SchemaForeign, SchemaOutdated
+from app.fleet.telemetry.logs import events
+
+ROOT = Path(__file__).resolve().parents[3]
+POLL = 0.1
+# Alembic keeps what it is doing in a module; two of our namespaces in one process must take turns.
+ALEMBIC = threading.Lock()
+
+log = events(__name__)
+
+TRY_LOCK = "SELECT pg_try_advisory_lock(hashtextextended('flotilla/migrate/{channel}', 0))"
+UNLOCK = "SELECT pg_advisory_unlock(hashtextextended('flotilla/migrate/{channel}', 0))"
+
+# Everything a schema can hold that would show it is somebody's: relations, functions and types.
+INSPECT = """
+SELECT to_regclass('{schema}.alembic_version') IS NOT NULL AS versioned,
+       to_regclass('{schema}.instances') IS NOT NULL AS has_instances,
+       EXISTS (
+           SELECT FROM pg_catalog.pg_class AS c
+           JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+           WHERE n.nspname = '{channel}'
+       ) AS occupied
+"""
+
+
+class State(enum.Enum):
+    ABSENT = "absent"
+    BEHIND = "behind"
+    CURRENT = "current"
+    AHEAD = "ahead"
+
+
+def configuration() -> Config:
+    """Return what `alembic.ini` says, wherever the process was started from and whether or not that file is there."""
+    config = Config()
+    config.set_main_option("path_separator", "newline")
+    config.set_main_option("script_location", str(ROOT / "alembic"))
+    folders = [str(ROOT / "alembic" / "versions" / branch) for branch in ("fleet", "app")]
+    config.set_main_option("version_locations", "\n".join(folders))
+    return config
+
+
+def inspect(connection: psycopg.Connection[psycopg.rows.TupleRow], namespace: Namespace) -> State:
+    """Say where the namespace's schema stands; raise `SchemaForeign` if it is not ours."""
+    row = connection.execute(namespace.sql(INSPECT)).fetchone()
+    assert row is not None
+    versioned, has_instances, occupied = row
+    if not occupied:
+        return State.ABSENT
+    found: set[str] = set()
+    if versioned:
+        rows = connection.execute(namespace.sql("SELECT version_num FROM {schema}.alembic_version")).fetchall()
+        found = {str(version) for (version,) in rows}
+    scripts = ScriptDirectory.from_config(configuration())
+    known = {script.revision for script in scripts.walk_revisions()}
+    if not versioned or (found and not has_instances):
+        raise SchemaForeign(
+            f"the schema {namespace.schema!r} exists and is not Flotilla's: choose another FLOTILLA_NAMESPACE, or "
+            f"empty that schema if you are sure nobody needs it. Nothing was changed"
+        )
+    if found - known:
+        return State.AHEAD
+    return State.CURRENT if found == set(scripts.get_heads()) else State.BEHIND
+
+
+def migrate(address: str, namespace: Namespace, *, patience: float = 300) -> bool:
+    """Bring the schema to the newest revision, once for the whole cluster; say whether this process did it."""
+    with open_session(address, application=f"flotilla/{namespace.name}/migrate", lease=None) as session:
+        session.patience = None
+        take_lock(session, namespace, patience)
+        try:
+            state = inspect(session, namespace)
+            if state in {State.CURRENT, State.AHEAD}:
+                return False
+            log.info("migration.started", state=state.value)
+            started = time.monotonic()
+            upgrade(address, namespace)
+            log.info("migration.finished", seconds=round(time.monotonic() - started, 2))
+            return True
+        finally:
+            session.execute(namespace.sql(UNLOCK))
+
+
+def take_lock(session: psycopg.Connection[psycopg.rows.TupleRow], namespace: Namespace, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while session.execute(namespace.sql(TRY_LOCK)).fetchone() != (True,):
+        if time.monotonic() > deadline:
+            raise SchemaOutdated(
+                f"another process has been migrating {namespace.schema!r} for {patience:.0f} s: see what it waits for "
+                f"in pg_stat_activity (application_name 'flotilla/{namespace.name}/migrate')"
+            )
+        time.sleep(POLL)
+
+
+def upgrade(address: str, namespace: Namespace) -> None:
+    """Run Alembic on a session of its own, in one transaction, in the namespace's schema."""
+    engine = create_engine(
+        "postgresql+psycopg://",
+        creator=lambda: alembic_session(address, namespace),
+        poolclass=StaticPool,
+    )
+    config = configuration()
+    config.attributes["namespace"] = namespace
+    try:
+        with ALEMBIC, engine.connect() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "heads")
+    finally:
+        engine.dispose()
+
+
+def alembic_session(address: str, namespace: Namespace) -> DirectSession:
+    """Open a session for Alembic: as patient as a long migration needs, and transactional."""
+    name = f"flotilla/{namespace.name}/alembic"
+    session = open_session(address, application=name, lease=None, autocommit=False)
+    session.patience = None
+    return session
+
+
+def ensure_current(
+    address: str, namespace: Namespace, *, allowed: bool, wait: float, given_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Migrate if allowed to; otherwise wait that long for whoever is, unless told to give up."""
+    if allowed:
+        migrate(address, namespace)
+        return
+    deadline = time.monotonic() + wait
+    said = False
+    while True:
+        with open_session(address, application=f"flotilla/{namespace.name}/start", lease=None) as session:
+            state = inspect(session, namespace)
+        if state in {State.CURRENT, State.AHEAD}:
+            return
+        if time.monotonic() >= deadline or given_up():
+            raise SchemaOutdated(
+                f"the schema {namespace.schema!r} is {state.value}, and this instance does not migrate by itself: run "
+                f"`flotilla migrate` (the migration job of a deployment does), or set FLOTILLA_MIGRATE_ON_START=true"
+            )
+        if not said:
+            log.info("migration.awaited", state=state.value, seconds=wait)
+            said = True
+        time.sleep(0.5)

@@ -1,0 +1,49 @@
+"""A namespace is a PostgreSQL schema; everything that could meet another deployment is derived from it.
+
+Rows live in the schema. Notifications go over a channel of its name. Advisory locks are pairs whose first number is
+the schema's own oid, which no other schema of the database can have, so two namespaces cannot collide, not even by an
+unlucky hash; `SELECT classid::regnamespace FROM pg_locks` reads back as the namespace. The second number says what is
+locked: the kind in the high bits, the row's id in the low ones.
+
+Statements are written with `{schema}`, `{class}` and `{channel}` in them and go through `Namespace.sql`. Nothing here
+depends on `search_path`, which a pooler in transaction mode would not keep.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+ID_BITS = 28
+
+
+class Lock(enum.IntEnum):
+    """What an advisory lock of this namespace is about."""
+
+    PRESENCE = 0
+    ACTION = 1
+
+    def key(self, row_id: int) -> int:
+        """Return the second number of the lock; a row id above 28 bits is refused by the id's sequence already."""
+        return (self.value << ID_BITS) | row_id
+
+
+@dataclass(frozen=True)
+class Namespace:
+    name: str
+    _statements: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def schema(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def channel(self) -> str:
+        return self.schema
+
+    def sql(self, text: str) -> bytes:
+        """Fill in a statement of this project. The schema is `[a-z0-9_]` only, so quoting it is enough."""
+        if text not in self._statements:
+            # The schema is derived from a checked name, not from anyone's input.
+            oid = f"(SELECT oid::int4 FROM pg_catalog.pg_namespace WHERE nspname = '{self.schema}')"  # noqa: S608
+            filled = text.replace("{schema}", f'"{self.schema}"').replace("{class}", oid)
+            self._statements[text] = filled.replace("{channel}", self.channel).encode()
+        return self._statements[text]

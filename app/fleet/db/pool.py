@@ -1,0 +1,224 @@
+"""The one pool. SQLAlchemy's engine borrows from it, so there is one budget and one place that knows about outages.
+
+A pool that is left alone after an outage hands out dead connections one by one, or waits in a backoff it chose while
+the database was away (half a minute, measured). This one is told: whoever meets a broken connection, and the link when
+it breaks, calls `suspect()`. Then, once per outage, every connection is replaced, and until the database answers again
+it is asked four times a second; after that the pool grows at once.
+
+    what happens                                   what the pool does
+    restart, crash, terminated backends            first error or the link tells; all connections replaced
+    failover to another host of the address        the same; new connections find the primary
+    a primary demoted under us (25006 on writes)   the same: reads would still work and hide it
+    half-open connections                          the link gives up first and tells; TCP timers end the rest
+    nobody gives a connection back                 `PoolTimeout` after `POOL_TIMEOUT`; no suspicion: it is only busy
+    the database stays away                        a request fails within a second with `DatabaseAway`, not later
+
+What it does not promise: that a statement in flight when the connection broke did or did not happen. It is never
+repeated here.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeAlias
+
+import psycopg
+from psycopg.rows import TupleRow
+from psycopg_pool import AsyncConnectionPool, PoolTimeout, TooManyRequests
+from sqlalchemy import event
+from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from app.fleet.db.dsn import Addresses, with_options
+from app.fleet.db.namespace import Namespace
+from app.fleet.errors import DatabaseUnreachable
+from app.fleet.service import Service
+from app.fleet.settings import FleetSettings
+from app.fleet.telemetry.logs import events, redact
+
+Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
+
+PROBE_EVERY = 0.25
+AWAY_PATIENCE = 1.0
+# Beyond the SQLSTATE classes 08 (connection) and 57P (shutdown): read-only means a demoted primary.
+READ_ONLY = "25006"
+
+log = events(__name__)
+
+
+class DatabaseAway(DatabaseUnreachable):
+    """The database does not answer right now; the pool is waiting for it to come back."""
+
+
+def shows_an_outage(error: BaseException) -> bool:
+    """Tell a broken or demoted server from a bad statement and from a busy pool."""
+    if isinstance(error, PoolTimeout | TooManyRequests | psycopg.errors.QueryCanceled):
+        return False
+    if isinstance(error, psycopg.Error) and error.sqlstate:
+        return error.sqlstate == READ_ONLY or error.sqlstate.startswith(("08", "57P"))
+    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+
+
+class Database(Service):
+    name = "pool"
+
+    def __init__(self, settings: FleetSettings, addresses: Addresses, namespace: Namespace) -> None:
+        super().__init__()
+        self.namespace = namespace
+        self._settings = settings
+        self._conninfo = self._told(addresses)
+        self._healthy = asyncio.Event()
+        self._healthy.set()
+        self._suspected = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self.outages = 0
+        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+            self._conninfo,
+            kwargs={"prepare_threshold": None if addresses.pooled else 5},
+            min_size=settings.pool_min,
+            max_size=settings.pool_max,
+            open=False,
+            name=f"flotilla/{namespace.name}",
+            timeout=settings.pool_timeout,
+            # Beyond this, waiting longer would not help anyone: refuse, so that the client goes elsewhere.
+            max_waiting=settings.pool_max * 20,
+            max_lifetime=900,
+            # Give up quickly: the supervisor knows better than a backoff when to try again.
+            reconnect_timeout=0.2,
+            close_returns=True,
+        )
+        self.engine = self._borrowing_engine()
+        self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy.is_set()
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """Borrow a connection: committed at the end, rolled back on an error."""
+        await self._until_healthy()
+        try:
+            async with self._pool.connection() as connection:
+                yield connection
+        except psycopg.Error as error:
+            self._notice(error)
+            raise
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[AsyncSession]:
+        """Borrow an SQLAlchemy session: one transaction, committed at the end, rolled back on an error."""
+        await self._until_healthy()
+        async with self._sessions() as session, session.begin():
+            yield session
+
+    async def ping(self) -> None:
+        """Raise unless the database answers through the pool. A pool that is merely busy counts as an answer."""
+        with suppress(PoolTimeout, TooManyRequests):
+            async with self.connection() as connection:
+                await connection.execute("SELECT 1")
+
+    def suspect(self, reason: str) -> None:
+        """Take the database for away until it has answered. Any task of the loop may call this."""
+        if self.running and not self._suspected.is_set():
+            log.warning("pool.suspected", reason=redact(reason))
+            self.outages += 1
+            self._healthy.clear()
+            self._suspected.set()
+
+    def figures(self) -> dict[str, int]:
+        """Return psycopg_pool's own counts."""
+        return self._pool.get_stats()
+
+    async def _start(self) -> None:
+        await self._pool.open()
+        try:
+            await self._pool.wait(timeout=10)
+        except PoolTimeout as error:
+            raise DatabaseUnreachable(
+                f"the pool could not open {self._settings.pool_min} connections within 10 s: check DATABASE_URL and "
+                f"that the server has connections to spare (`flotilla doctor`)"
+            ) from error
+        self._supervisor = asyncio.create_task(self._supervise(), name="pool-supervisor")
+
+    async def _stop(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervisor
+        await self.engine.dispose()
+        await self._pool.close(timeout=2)
+
+    async def _until_healthy(self) -> None:
+        if self._healthy.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._healthy.wait(), AWAY_PATIENCE)
+        except TimeoutError:
+            raise DatabaseAway("the database does not answer at the moment; try again shortly") from None
+
+    def _notice(self, error: BaseException) -> None:
+        if shows_an_outage(error):
+            self.suspect(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+    async def _supervise(self) -> None:
+        while True:
+            await self._suspected.wait()
+            since = asyncio.get_running_loop().time()
+            await self._pool.drain()
+            while not await self._answers():  # noqa: ASYNC110 — the database announces nothing
+                await asyncio.sleep(PROBE_EVERY)
+            # Connections opened while it was away may lead to the wrong host, or nowhere.
+            await self._pool.drain()
+            await self._pool.check()
+            self._suspected.clear()
+            self._healthy.set()
+            log.info("pool.recovered", seconds=round(asyncio.get_running_loop().time() - since, 2))
+
+    async def _answers(self) -> bool:
+        try:
+            async with await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True) as probe:
+                row = await (await probe.execute("SHOW transaction_read_only")).fetchone()
+                return row == ("off",)
+        except psycopg.Error:
+            return False
+
+    def _told(self, addresses: Addresses) -> str:
+        """Say to each connection what holds for it; through a pooler nothing can be said."""
+        if addresses.pooled:
+            return addresses.pool
+        milliseconds = int(self._settings.statement_timeout * 1000)
+        return with_options(
+            addresses.pool,
+            application=f"flotilla/{self.namespace.name}/pool",
+            statement_timeout=milliseconds,
+            idle_in_transaction_session_timeout=milliseconds,
+            client_connection_check_interval=1000,
+        )
+
+    def _borrowing_engine(self) -> AsyncEngine:
+        async def borrow() -> Any:
+            try:
+                return await self._pool.getconn()
+            except psycopg.Error as error:
+                self._notice(error)
+                raise
+
+        engine = create_async_engine(
+            "postgresql+psycopg://",
+            async_creator=borrow,
+            poolclass=NullPool,
+            # Asked for anew at every checkout otherwise.
+            use_native_hstore=False,
+            execution_options={"schema_translate_map": {None: self.namespace.schema}},
+        )
+
+        @event.listens_for(engine.sync_engine, "handle_error")
+        def notice(context: ExceptionContext) -> None:
+            error = context.original_exception
+            self._notice(error)
+            if shows_an_outage(error):
+                context.is_disconnect = True
+
+        return engine

@@ -1,0 +1,162 @@
+"""Is this wiring safe? Every check that can be made without starting an instance, each with what to do about it.
+
+`ok` is said too: an operator wants to see that a thing was looked at. A `problem` would keep an instance from starting
+or make it unsafe; a `warning` will hurt one day.
+"""
+
+import enum
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psycopg
+
+from app.fleet.cluster.anomalies import ALLOWED_CONNECTIONS, over_budget
+from app.fleet.cluster.member import sessions
+from app.fleet.cluster.registry import Register, Session
+from app.fleet.db import dsn, migrations, preflight
+from app.fleet.db.direct import open_session
+from app.fleet.db.namespace import Namespace
+from app.fleet.errors import DatabaseError
+from app.fleet.settings import FleetSettings
+
+CLOCK_TOLERANCE = 2.0
+
+PRIVILEGES = """
+SELECT has_schema_privilege('{channel}', 'USAGE'),
+       has_schema_privilege('{channel}', 'CREATE'),
+       has_table_privilege('{schema}.instances', 'SELECT, INSERT, UPDATE, DELETE'),
+       has_table_privilege('{schema}.leader_turn', 'UPDATE')
+"""
+
+
+class Level(enum.StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Level
+    subject: str
+    detail: str
+
+
+def examine(settings: FleetSettings) -> list[Finding]:
+    findings = list(check_settings(settings))
+    try:
+        addresses = dsn.resolve(settings)
+        preflight.check_direct(addresses)
+    except DatabaseError as error:
+        return [*findings, Finding(Level.PROBLEM, "database", str(error))]
+    findings.append(Finding(Level.OK, "database", f"{addresses.place} is writable, recent enough, and direct"))
+    namespace = Namespace(settings.namespace)
+    try:
+        with open_session(addresses.direct, application=f"flotilla/{namespace.name}/doctor", lease=None) as session:
+            for check in (check_schema, check_clock, check_privileges, check_budget):
+                findings += check(session, namespace, settings)
+    except psycopg.Error as error:
+        findings.append(Finding(Level.PROBLEM, "database", str(preflight.translate(error, addresses))))
+    return [*findings, *check_pooler(addresses)]
+
+
+def check_settings(settings: FleetSettings) -> Iterator[Finding]:
+    yield Finding(Level.OK, "settings", f"environment {settings.environment}, namespace {settings.namespace}")
+    if not settings.api_keys:
+        yield Finding(Level.WARNING, "api keys", "none are set: everyone may read and operate (development only)")
+    if settings.embedded:
+        yield Finding(Level.WARNING, "embedded database", "for development only: set DATABASE_URL before you deploy")
+
+
+def check_schema(session: Session, namespace: Namespace, settings: FleetSettings) -> Iterator[Finding]:
+    try:
+        state = migrations.inspect(session, namespace)
+    except DatabaseError as error:
+        yield Finding(Level.PROBLEM, "schema", str(error))
+        return
+    if state is migrations.State.CURRENT:
+        yield Finding(Level.OK, "schema", f"{namespace.schema} is current")
+    elif state is migrations.State.AHEAD:
+        yield Finding(Level.WARNING, "schema", f"{namespace.schema} is ahead: a newer release has migrated it already")
+    elif settings.migrates_on_start:
+        yield Finding(
+            Level.OK, "schema", f"{namespace.schema} is {state.value}; the next instance to start migrates it"
+        )
+    else:
+        yield Finding(Level.PROBLEM, "schema", f"{namespace.schema} is {state.value}: run `flotilla migrate`")
+
+
+def check_clock(session: Session, _: Namespace, __: FleetSettings) -> Iterator[Finding]:
+    asked = time.time()
+    row = session.execute("SELECT extract(epoch FROM clock_timestamp())::float8").fetchone()
+    assert row is not None
+    apart = row[0] - (asked + time.time()) / 2
+    if abs(apart) > CLOCK_TOLERANCE:
+        yield Finding(
+            Level.WARNING,
+            "clock",
+            f"this machine and PostgreSQL are {apart:+.1f} s apart: PostgreSQL's clock decides, so nothing breaks, but "
+            f"the times in the logs will not match; check NTP",
+        )
+    else:
+        yield Finding(Level.OK, "clock", f"{apart * 1000:+.0f} ms apart from PostgreSQL's")
+
+
+def check_privileges(session: Session, namespace: Namespace, _: FleetSettings) -> Iterator[Finding]:
+    if migrations.inspect(session, namespace) is migrations.State.ABSENT:
+        row = session.execute("SELECT has_database_privilege(current_database(), 'CREATE')").fetchone()
+        if row != (True,):
+            yield Finding(
+                Level.PROBLEM,
+                "privileges",
+                f"this role may not create the schema {namespace.schema}: GRANT CREATE ON DATABASE, or migrate as "
+                f"another role",
+            )
+        else:
+            yield Finding(Level.OK, "privileges", "enough to make the schema")
+        return
+    row = session.execute(namespace.sql(PRIVILEGES)).fetchone()
+    assert row is not None
+    names = ("USAGE on the schema", "CREATE on the schema", "DML on instances", "UPDATE on leader_turn")
+    missing = [name for name, granted in zip(names, row, strict=True) if not granted and "CREATE" not in name]
+    if missing:
+        yield Finding(Level.PROBLEM, "privileges", f"this role lacks {', '.join(missing)}: see docs/guides/deploy.md")
+    elif not row[1]:
+        yield Finding(Level.OK, "privileges", "enough to run, not to migrate (least privilege)")
+    else:
+        yield Finding(Level.OK, "privileges", "enough to run and to migrate")
+
+
+def check_budget(session: Session, namespace: Namespace, settings: FleetSettings) -> Iterator[Finding]:
+    row = session.execute(ALLOWED_CONNECTIONS).fetchone()
+    assert row is not None
+    allowed = int(row[0])
+    each = sessions(settings)
+    absent = migrations.inspect(session, namespace) is migrations.State.ABSENT
+    living = [] if absent else [row for row in Register(namespace).list(session) if row.living]
+    for anomaly in over_budget(living, allowed):
+        yield Finding(Level.WARNING, "connection budget", anomaly.detail)
+        return
+    used = sum(instance.connections for instance in living)
+    yield Finding(
+        Level.OK,
+        "connection budget",
+        f"{len(living)} living instances may open {used} of {allowed} sessions; there is room for "
+        f"{max(0, (allowed - used) // each)} more with these settings ({each} each)",
+    )
+
+
+def check_pooler(addresses: dsn.Addresses) -> Iterator[Finding]:
+    """Say what stands between the pool and PostgreSQL; here a pooler is welcome."""
+    if not addresses.pooled:
+        return
+    try:
+        with psycopg.connect(addresses.pool, autocommit=True, prepare_threshold=None) as connection:
+            row = connection.execute("SELECT pg_backend_pid()").fetchone()
+            through = row is not None and row[0] != connection.info.backend_pid
+    except psycopg.Error as error:
+        yield Finding(Level.PROBLEM, "pooler", f"DATABASE_URL does not answer: {' '.join(str(error).split())}")
+        return
+    detail = "DATABASE_URL leads through a pooler, DATABASE_DIRECT_URL around it"
+    yield Finding(Level.OK, "pooler", detail if through else "none: both addresses lead to PostgreSQL itself")

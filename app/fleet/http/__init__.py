@@ -1,0 +1,1 @@
+"""The edge: what others see of an instance over HTTP."""

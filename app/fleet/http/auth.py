@@ -1,0 +1,76 @@
+"""API keys: who may read, operate, administrate.
+
+A key is a random secret; the settings hold its SHA-256 only. Scopes contain each other: `admin` may everything,
+`operate` may what `read` may. In production the service refuses to start without keys; in development, with none set,
+everything is open. Probes are open always, and say their status only.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+
+from app.fleet.http.context import InContext
+from app.fleet.http.problems import Forbidden, Unauthorized
+from app.fleet.settings import KEY, FleetSettings, Scope
+
+RANK: dict[Scope, int] = {"read": 0, "operate": 1, "admin": 2}
+
+bearer = HTTPBearer(auto_error=False, description="An API key")
+header = APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key")
+
+
+def make_key(name: str, scope: Scope) -> tuple[str, str]:
+    """Return a new key, and the line that lets it in."""
+    key = f"flotilla_{secrets.token_urlsafe(32)}"
+    return key, f"{name}:{scope}:{digest(key)}"
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def scope_of(settings: FleetSettings, key: str) -> Scope | None:
+    """Return what a key may do. Every line is compared, in constant time, whatever matches."""
+    given = digest(key)
+    found: Scope | None = None
+    for line in settings.api_keys:
+        parts = KEY.fullmatch(line.get_secret_value())
+        assert parts is not None
+        if hmac.compare_digest(parts["digest"], given):
+            found = parts["scope"]  # type: ignore[assignment]  # the pattern allows the three scopes only
+    return found
+
+
+def needs(scope: Scope | None = None) -> Callable[..., Awaitable[None]]:
+    """Make a dependency that lets a key with this scope pass; None means `read` for GET, `operate` for the rest."""
+
+    async def authorise(
+        request: Request,
+        context: InContext,
+        token: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)] = None,
+        key: Annotated[str | None, Depends(header)] = None,
+    ) -> None:
+        needed: Scope = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
+        if not context.settings.api_keys:
+            return
+        given = token.credentials if token else key
+        if not given:
+            raise Unauthorized(
+                f"this needs an API key with the scope {needed!r}: send `Authorization: Bearer …`",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        granted = scope_of(context.settings, given)
+        if granted is None:
+            raise Unauthorized(
+                "this API key is not known here: check that it is complete and still configured",
+                headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
+            )
+        if RANK[granted] < RANK[needed]:
+            raise Forbidden(f"this needs an API key with the scope {needed!r}, and yours has {granted!r}")
+
+    return authorise

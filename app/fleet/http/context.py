@@ -1,0 +1,59 @@
+"""What a request can reach: the settings, and the services once they have started."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from app.fleet.cluster.member import Member
+from app.fleet.db.pool import Database
+from app.fleet.errors import FleetError
+from app.fleet.http.problems import Unavailable
+from app.fleet.http.readiness import Readiness
+from app.fleet.phase import Course
+from app.fleet.settings import FleetSettings
+
+
+@dataclass
+class Context:
+    settings: FleetSettings
+    version: str
+    course: Course = field(default_factory=Course)
+    in_flight: int = 0
+    # Why the start was refused, if it was.
+    refused: FleetError | None = None
+    shutdown_seconds: dict[str, float] = field(default_factory=dict)
+    _database: Database | None = None
+    _member: Member | None = None
+    _readiness: Readiness | None = None
+
+    def started(self, database: Database, member: Member) -> None:
+        self._database, self._member = database, member
+        self._readiness = Readiness(database, member)
+
+    @property
+    def database(self) -> Database:
+        if self._database is None:
+            raise Unavailable("this instance is still starting")
+        return self._database
+
+    @property
+    def member(self) -> Member:
+        if self._member is None:
+            raise Unavailable("this instance is still starting")
+        return self._member
+
+    @property
+    def readiness(self) -> Readiness:
+        if self._readiness is None:
+            raise Unavailable("this instance is still starting")
+        return self._readiness
+
+
+def context_of(request: Request) -> Context:
+    context = request.app.state.fleet
+    assert isinstance(context, Context)
+    return context
+
+
+InContext = Annotated[Context, Depends(context_of)]

@@ -1,0 +1,184 @@
+"""The outermost layer: every request and response passes here, the errors of everything inside included.
+
+Pure ASGI, and one object for all of it, because each thing it does needs the same few facts:
+
+- a request id, the client's if it sent a sensible one, on the response and on every log line of the request;
+- our own count of requests in flight, which the shutdown waits on: uvicorn forgets requests it has cancelled;
+- the body limit, by the declared length before anything is read, and by what really arrives;
+- the log line of a request that failed, with its id;
+- security headers, unless a route set them itself;
+- while draining, `Connection: close` on every response, so that clients go elsewhere by themselves;
+- while draining, the clean end of every Server-Sent Events stream: its generator is told that the client left, and
+  the client gets a last `retry:` with jitter and a proper end, which makes it reconnect, to another instance. Other
+  responses, a long download for one, are left to finish.
+
+A start-up that was refused says why in one line, instead of a traceback (see `_lifespan`).
+"""
+
+import asyncio
+import random
+import re
+import uuid
+from collections.abc import Awaitable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.fleet.errors import FleetError
+from app.fleet.http.context import Context
+from app.fleet.http.problems import KINDS, HttpError, PayloadTooLarge, problem
+from app.fleet.phase import Phase
+from app.fleet.telemetry.logs import events, request_id
+
+log = events(__name__)
+
+SENSIBLE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+RETRY_MS = (500, 3000)
+SECURITY_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "content-security-policy": "frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+HSTS = "max-age=31536000; includeSubDomains"
+
+
+class Edge:
+    def __init__(self, app: ASGIApp, context: Context) -> None:
+        self._app = app
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+        elif scope["type"] == "http":
+            await Exchange(self._app, self._context, scope, receive, send).run()
+        else:
+            await self._app(scope, receive, send)
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the lifespan on; where it was refused on purpose, say so in its own words."""
+        context = self._context
+
+        async def explained(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and context.refused is not None:
+                message = {**message, "message": f"refused to start: {context.refused}"}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, explained)
+        except FleetError as error:
+            # uvicorn has its message and ends with 3; a traceback would only hide the text that says what to do.
+            if error is not context.refused:
+                raise
+
+
+class Exchange:
+    """One request and its response."""
+
+    def __init__(self, app: ASGIApp, context: Context, scope: Scope, receive: Receive, send: Send) -> None:
+        self._app = app
+        self._context = context
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._id = sensible_id(Headers(scope=scope).get("x-request-id"))
+        self._received = 0
+        self._body_read = False
+        self._streams_events = False
+        self._started = False
+        self._ended = False
+
+    async def run(self) -> None:
+        context = self._context
+        token = request_id.set(self._id)
+        context.in_flight += 1
+        try:
+            self._check_declared_length()
+            await self._app(self._scope, self.receive, self.send)
+            if self._streams_events and not self._ended:
+                await self._end_stream()
+        except HttpError as error:
+            # The declared length was refused out here, before anything inside was asked.
+            if self._started:
+                raise
+            refusal = problem(Request(self._scope), KINDS[error.slug], error.detail, headers=error.headers)
+            await refusal(self._scope, self._receive, self.send)
+        except Exception as error:
+            # Answered with 500 inside. Logged here, where the request id is still known, and not once more by the
+            # server, unless it has to cut a response that will never be whole.
+            log.error("request.failed", error=error, method=self._scope["method"], path=self._scope["path"])
+            if not self._ended:
+                raise
+        finally:
+            context.in_flight -= 1
+            request_id.reset(token)
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    async def receive(self) -> Message:
+        if self._body_read:
+            return await self._disconnect_or_drain()
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._received += len(message.get("body", b""))
+            self._check_length(self._received)
+            self._body_read = not message.get("more_body", False)
+        return message
+
+    async def _disconnect_or_drain(self) -> Message:
+        """Wait for the client to leave; for a stream of events, a drain looks the same."""
+        draining = self._context.course.draining
+        leaving = asyncio.ensure_future(self._receive())
+        flagged = asyncio.ensure_future(draining.wait())
+        try:
+            await asyncio.wait((leaving, flagged), return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done() or not self._streams_events:
+                return await leaving
+            return {"type": "http.disconnect"}
+        finally:
+            for waiting in (leaving, flagged):
+                waiting.cancel()
+
+    def _check_declared_length(self) -> None:
+        declared = Headers(scope=self._scope).get("content-length", "")
+        if declared.isdecimal():
+            self._check_length(int(declared))
+
+    def _check_length(self, length: int) -> None:
+        limit = self._context.settings.max_body
+        if length > limit:
+            raise PayloadTooLarge(
+                f"the body is larger than {limit} bytes, and nothing of it was kept: send less at once",
+                headers={"Connection": "close"},
+            )
+
+    # -- what goes out ------------------------------------------------------------------------------------------------
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            self._dress(MutableHeaders(scope=message))
+        elif message["type"] == "http.response.body":
+            self._ended = not message.get("more_body", False)
+        await self._send(message)
+
+    def _dress(self, headers: MutableHeaders) -> None:
+        headers["x-request-id"] = self._id
+        for name, value in SECURITY_HEADERS.items():
+            headers.setdefault(name, value)
+        if self._context.settings.production:
+            headers.setdefault("strict-transport-security", HSTS)
+        if self._context.course.phase is Phase.DRAINING:
+            headers["connection"] = "close"
+        self._streams_events = headers.get("content-type", "").startswith("text/event-stream")
+
+    def _end_stream(self) -> Awaitable[None]:
+        retry = random.randint(*RETRY_MS)  # noqa: S311 — spreads reconnecting clients, keeps no secret
+        return self.send({"type": "http.response.body", "body": b"retry: %d\n\n" % retry, "more_body": False})
+
+
+def sensible_id(given: str | None) -> str:
+    return given if given and SENSIBLE_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,102 @@
+"""The three questions an orchestrator asks: is it alive, is it ready, and who is there.
+
+`/health/live` does no I/O: a database that is away is no reason to restart every instance. `/health/ready` is about
+this instance alone (`readiness.py`). Both are open to everyone, and say their status and nothing of the inside.
+"""
+
+from datetime import datetime
+from typing import Literal
+from uuid import UUID
+
+from fastapi import APIRouter, Depends, Response
+from pydantic import BaseModel
+
+from app.fleet.cluster.registry import Instance
+from app.fleet.http.auth import needs
+from app.fleet.http.context import InContext
+from app.fleet.phase import Phase
+
+probes = APIRouter(prefix="/health", tags=["health"])
+cluster = APIRouter(prefix="/health", tags=["health"], dependencies=[Depends(needs("read"))])
+
+
+class Alive(BaseModel):
+    status: Literal["alive"] = "alive"
+
+
+class Ready(BaseModel):
+    status: Phase | Literal["unavailable"]
+    reason: str | None = None
+
+
+class InstanceView(BaseModel):
+    id: int
+    name: str
+    run_id: UUID
+    state: Literal["starting", "ready", "draining", "gone"]
+    hostname: str
+    pid: int
+    port: int | None
+    version: str
+    started_at: datetime
+    heartbeat_age_ms: int
+    leader: bool
+    running: int
+    locks: list[str] = []
+    workspace: str | None
+    gone_at: datetime | None
+    gone_reason: str | None
+
+
+class AnomalyView(BaseModel):
+    kind: str
+    subject: str
+    since: datetime
+    detail: str
+
+
+class InstancesView(BaseModel):
+    namespace: str
+    self: str | None
+    leader: str | None
+    instances: list[InstanceView]
+    anomalies: list[AnomalyView]
+
+
+@probes.get("/live")
+async def live() -> Alive:
+    """Answer that the process runs. No I/O."""
+    return Alive()
+
+
+@probes.get("/ready", response_model_exclude_none=True, responses={503: {"model": Ready}})
+async def ready(context: InContext, response: Response) -> Ready:
+    """Say whether this instance should be sent requests."""
+    course = context.course
+    if course.phase is not Phase.READY:
+        answer = Ready(status=course.phase, reason=course.reason)
+    elif obstacle := await context.readiness.obstacle():
+        answer = Ready(status="unavailable", reason=obstacle)
+    else:
+        return Ready(status=Phase.READY)
+    response.status_code = 503
+    return answer
+
+
+@cluster.get("/instances")
+async def instances(context: InContext) -> InstancesView:
+    """List the living instances, those gone within the last minutes, and what should not be."""
+    member = context.member
+    rows = await member.instances()
+    identity = member.identity
+    return InstancesView(
+        namespace=context.settings.namespace,
+        self=identity.name if identity else None,
+        leader=next((row.name for row in rows if row.leader), None),
+        instances=[view(row) for row in rows],
+        anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await member.anomalies(rows)],
+    )
+
+
+def view(row: Instance) -> InstanceView:
+    return InstanceView.model_validate(row, from_attributes=True)

@@ -1,0 +1,47 @@
+"""`GET /metrics`: the figures of this instance, for Prometheus. What they mean is in `telemetry/metrics.py`."""
+
+from collections.abc import Mapping
+
+from fastapi import APIRouter, Depends, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from app.fleet.http.auth import needs
+from app.fleet.http.context import Context, InContext
+from app.fleet.phase import Phase
+from app.fleet.telemetry.metrics import Figures, Value
+
+router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(context: InContext) -> Response:
+    """Return the figures of this instance in Prometheus' text format."""
+    return Response(generate_latest(Figures().fill(values(context))), media_type=CONTENT_TYPE_LATEST)
+
+
+def values(context: Context) -> Mapping[str, Value]:
+    member, database = context.member, context.database
+    link, pool = member.link_figures, database.figures()
+    identity = member.identity
+    available = pool.get("pool_available", 0)
+    return {
+        "flotilla_instance": {(context.settings.namespace, identity.name if identity else "", context.version): 1},
+        "flotilla_ready": context.course.phase is Phase.READY,
+        "flotilla_link_up": member.holds(),
+        "flotilla_link_breaks_total": link.breaks,
+        "flotilla_link_relinks_total": link.relinks,
+        "flotilla_link_beat_seconds": link.last_beat_seconds,
+        "flotilla_identities_lost_total": link.identities_lost,
+        "flotilla_leader": member.leading,
+        "flotilla_leader_terms_total": member.terms,
+        "flotilla_pool_up": database.healthy,
+        "flotilla_pool_outages_total": database.outages,
+        "flotilla_pool_connections": {
+            ("idle",): available,
+            ("in_use",): max(0, pool.get("pool_size", 0) - available),
+        },
+        "flotilla_pool_waiting": pool.get("requests_waiting", 0),
+        "flotilla_pool_refused_total": pool.get("requests_errors", 0),
+        "flotilla_requests_in_flight": context.in_flight,
+        "flotilla_shutdown_step_seconds": {(step,): seconds for step, seconds in context.shutdown_seconds.items()},
+    }

@@ -1,0 +1,250 @@
+"""Every error at the edge has one shape: `application/problem+json` (RFC 9457), with a `type` that leads somewhere.
+
+    {"type": "/problems/unauthorized", "title": …, "status": 401, "detail": "what to do", "instance": "/actions",
+     "request_id": …}
+
+`type` is a path of this very service: `GET` it for the page that explains it. `detail` says what to do. Nothing of the
+inside goes out: an unexpected error says only under which request id the log has it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import psycopg
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from psycopg_pool import PoolTimeout, TooManyRequests
+from sqlalchemy.exc import DBAPIError
+from starlette.exceptions import HTTPException
+
+from app.fleet.db.pool import DatabaseAway, shows_an_outage
+from app.fleet.errors import FleetError
+from app.fleet.telemetry.logs import events, request_id
+
+log = events(__name__)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of problem: a page of the documentation, and what a client meets."""
+
+    slug: str
+    status: int
+    title: str
+    remedy: str
+
+
+KINDS = {
+    kind.slug: kind
+    for kind in (
+        Kind("bad-request", 400, "The request cannot be understood", "Correct it as `detail` says; do not repeat it."),
+        Kind(
+            "unauthorized",
+            401,
+            "No valid API key",
+            "Send a key as `Authorization: Bearer …` or `X-API-Key: …`. An operator makes one with `flotilla key`.",
+        ),
+        Kind(
+            "forbidden",
+            403,
+            "The API key may not do this",
+            "Use a key with the scope that `detail` names; scopes are read, operate and admin, each with the former.",
+        ),
+        Kind("not-found", 404, "There is nothing here", "Check the path and the id in it."),
+        Kind(
+            "method-not-allowed", 405, "This path does not take that method", "The `Allow` header lists what it takes."
+        ),
+        Kind("conflict", 409, "It conflicts with what is there", "Look at what `detail` names, then decide."),
+        Kind(
+            "payload-too-large",
+            413,
+            "The body is too large",
+            "Send less at once. The limit is `FLOTILLA_MAX_BODY` bytes; nothing of the request was kept.",
+        ),
+        Kind(
+            "unsupported-media-type",
+            415,
+            "The body is of a type this path does not read",
+            "Send JSON, with `Content-Type: application/json`.",
+        ),
+        Kind(
+            "invalid",
+            422,
+            "The request does not fit",
+            "`errors` names each field and what is wrong with it. Nothing was written.",
+        ),
+        Kind("too-many-requests", 429, "Too many requests", "Wait for the seconds in `Retry-After`."),
+        Kind(
+            "internal",
+            500,
+            "Something went wrong here",
+            "Search the log for `request_id`. Whether anything was written depends on where it failed; repeat only "
+            "what is safe to repeat.",
+        ),
+        Kind(
+            "unavailable",
+            503,
+            "Not now",
+            "Repeat it after the seconds in `Retry-After`, at this or another instance: the database is away or every "
+            "connection is in use, or this instance is starting or draining.",
+        ),
+    )
+}
+BY_STATUS = {kind.status: kind for kind in KINDS.values()}
+
+
+class HttpError(FleetError, HTTPException):
+    """Refused at the edge, with a kind and what to do about it.
+
+    An `HTTPException` too, because the framework passes those through where it would turn another into a 400.
+    """
+
+    slug = "bad-request"
+
+    def __init__(self, detail: str, *, headers: Mapping[str, str] | None = None, **extra: Any) -> None:
+        HTTPException.__init__(self, KINDS[self.slug].status, detail, dict(headers or {}))
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+class Unauthorized(HttpError):
+    slug = "unauthorized"
+
+
+class Forbidden(HttpError):
+    slug = "forbidden"
+
+
+class NotFound(HttpError):
+    slug = "not-found"
+
+
+class Conflict(HttpError):
+    slug = "conflict"
+
+
+class PayloadTooLarge(HttpError):
+    slug = "payload-too-large"
+
+
+class Unavailable(HttpError):
+    slug = "unavailable"
+
+    def __init__(self, detail: str, *, retry_after: int = 1) -> None:
+        super().__init__(detail, headers={"Retry-After": str(retry_after)})
+
+
+class Problem(JSONResponse):
+    media_type = "application/problem+json"
+
+
+def problem(
+    request: Request, kind: Kind, detail: str, *, headers: Mapping[str, str] | None = None, **extra: Any
+) -> Problem:
+    body = {
+        "type": f"/problems/{kind.slug}",
+        "title": kind.title,
+        "status": kind.status,
+        "detail": detail,
+        "instance": request.url.path,
+        "request_id": request_id.get(),
+        **extra,
+    }
+    return Problem(body, status_code=kind.status, headers=dict(headers or {}))
+
+
+# -- one handler for each root of a tree of errors --------------------------------------------------------------------
+
+
+async def on_http_error(request: Request, error: Exception) -> Problem:
+    assert isinstance(error, HttpError)
+    return problem(request, KINDS[error.slug], error.detail, headers=error.headers, **error.extra)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Problem:
+    """Give Starlette's and FastAPI's own errors, and those of a service's routes, the one shape."""
+    assert isinstance(error, HTTPException)
+    fallback = KINDS["internal"] if error.status_code >= 500 else KINDS["bad-request"]
+    kind = BY_STATUS.get(error.status_code, fallback)
+    phrase = HTTPStatus(error.status_code).phrase
+    detail = kind.remedy if error.detail == phrase else error.detail
+    if kind.status != error.status_code:
+        kind = Kind(kind.slug, error.status_code, phrase, kind.remedy)
+    return problem(request, kind, str(detail), headers=error.headers)
+
+
+async def on_invalid(request: Request, error: Exception) -> Problem:
+    """Say which field is wrong and why; never repeat what was sent, which may hold secrets."""
+    assert isinstance(error, RequestValidationError)
+    parts = error.errors()
+    content_type = request.headers.get("content-type", "")
+    whole_body = [part for part in parts if tuple(part["loc"]) == ("body",)]
+    if whole_body and content_type and "json" not in content_type:
+        detail = f"this path reads JSON, not {content_type.split(';')[0]}: send `Content-Type: application/json`"
+        return problem(request, KINDS["unsupported-media-type"], detail)
+    errors = [{"field": ".".join(str(step) for step in part["loc"]), "message": part["msg"]} for part in parts]
+    detail = "; ".join(f"{each['field']}: {each['message']}" for each in errors[:3])
+    return problem(request, KINDS["invalid"], detail, errors=errors)
+
+
+async def on_database_error(request: Request, error: Exception) -> Problem:
+    """A database that is away is 503, and the client may try again; anything else of it is our mistake."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if isinstance(cause, PoolTimeout | TooManyRequests):
+        detail = "every database connection is in use; try again shortly, or at another instance"
+        return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "1"})
+    if isinstance(cause, DatabaseAway) or (cause is not None and shows_an_outage(cause)):
+        detail = "the database does not answer at the moment; try again shortly"
+        return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "2"})
+    log.error("request.failed", error=error, method=request.method, path=request.url.path)
+    return await on_unexpected(request, error)
+
+
+async def on_unexpected(request: Request, _: Exception) -> Problem:
+    detail = f"the error is in this service's log under request id {request_id.get()}"
+    return problem(request, KINDS["internal"], detail)
+
+
+HANDLERS = {
+    HttpError: on_http_error,
+    HTTPException: on_http_exception,
+    RequestValidationError: on_invalid,
+    DatabaseAway: on_database_error,
+    psycopg.Error: on_database_error,
+    DBAPIError: on_database_error,
+    Exception: on_unexpected,
+}
+
+
+def install(app: FastAPI) -> None:
+    for kind, handler in HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    app.include_router(pages)
+
+
+# -- the pages that `type` leads to -----------------------------------------------------------------------------------
+
+pages = APIRouter(tags=["problems"], default_response_class=PlainTextResponse)
+
+
+def page(kind: Kind) -> str:
+    return f"{kind.title}\n{'=' * len(kind.title)}\n\nStatus {kind.status}. {kind.remedy}\n"
+
+
+@pages.get("/problems")
+async def problem_pages() -> str:
+    """List every kind of problem."""
+    return "".join(f"/problems/{kind.slug}  {kind.status}  {kind.title}\n" for kind in KINDS.values())
+
+
+@pages.get("/problems/{slug}")
+async def problem_page(slug: str) -> str:
+    """Explain one kind of problem."""
+    if slug not in KINDS:
+        raise NotFound(f"there is no problem called {slug!r}: GET /problems lists them")
+    return page(KINDS[slug])

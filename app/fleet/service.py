@@ -1,0 +1,48 @@
+"""The one contract of everything that runs in the background: start, stop, and nothing else.
+
+A service may be stopped before it was started, started twice and stopped twice; each of these does the obvious thing
+and never raises. `stop` returns when the service has let go of what it holds: no task, thread or session of its own
+is left. A service that was stopped stays stopped; an instance that wants another one makes another one.
+
+Subclasses write `_start` and `_stop` and are called at most once each. `_stop` is called even when `_start` failed
+half-way, so it must cope with what is not there yet.
+"""
+
+import asyncio
+from typing import final
+
+
+class Service:
+    name = "service"
+
+    def __init__(self) -> None:
+        self._started = False
+        self._stopped = False
+        self._turn = asyncio.Lock()
+
+    @property
+    def running(self) -> bool:
+        return self._started and not self._stopped
+
+    @final
+    async def start(self) -> None:
+        async with self._turn:
+            if self._started or self._stopped:
+                return
+            self._started = True
+            await self._start()
+
+    @final
+    async def stop(self) -> None:
+        async with self._turn:
+            if not self._started or self._stopped:
+                self._stopped = True
+                return
+            self._stopped = True
+            await self._stop()
+
+    async def _start(self) -> None:
+        """Take what the service needs and begin."""
+
+    async def _stop(self) -> None:
+        """End, and let go of everything."""

@@ -1,0 +1,203 @@
+"""Every setting of the fleet: one frozen object, read once, refused as a whole when a part of it is wrong.
+
+Each is an environment variable with the prefix `FLOTILLA_` (or a line in `.env`); `DATABASE_URL` and
+`DATABASE_DIRECT_URL` also work without the prefix, as platforms provide them. An unknown `FLOTILLA_` name is an
+error: a typing error that silently leaves the default in place is found in production otherwise.
+
+A service adds its own settings by subclassing (see `app/settings.py`).
+"""
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from dotenv import dotenv_values
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from app.fleet.errors import SettingsError
+
+PREFIX = "FLOTILLA_"
+NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
+# A key as it is configured: who, what it may do, and the SHA-256 of the secret (which is random, so no salt is needed).
+KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64}):(?P<scope>read|operate|admin):(?P<digest>[0-9a-f]{64})")
+# What every step of the shutdown besides drain and pause may take together, and what the watchdog keeps in reserve.
+STEPS_RESERVE = 14.0
+WATCHDOG_RESERVE = 3.0
+
+Scope = Literal["read", "operate", "admin"]
+Seconds = Annotated[float, Field(ge=0, le=3600)]
+
+
+class FleetSettings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_file=".env", env_ignore_empty=True, extra="ignore", frozen=True, populate_by_name=True
+    )
+
+    environment: Literal["development", "production"] = "development"
+    namespace: str = "flotilla"
+    instance_name: str | None = None
+    workspace: str | None = None
+    workspace_force: bool = False
+
+    database_url: SecretStr | None = Field(
+        default=None, validation_alias=AliasChoices("FLOTILLA_DATABASE_URL", "DATABASE_URL")
+    )
+    database_direct_url: SecretStr | None = Field(
+        default=None, validation_alias=AliasChoices("FLOTILLA_DATABASE_DIRECT_URL", "DATABASE_DIRECT_URL")
+    )
+    embedded_dir: Path = Path(".flotilla/postgresql")
+    pool_min: int = Field(default=2, ge=1, le=1000)
+    pool_max: int = Field(default=10, ge=1, le=1000)
+    pool_timeout: Annotated[float, Field(gt=0, le=300)] = 5.0
+    statement_timeout: Seconds = 30.0
+    migrate_on_start: bool | None = None
+    migrate_wait: Seconds = 60.0
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    max_body: int = Field(default=1_048_576, ge=1024)
+
+    drain_delay: Seconds | None = None
+    drain_timeout: Seconds = 20.0
+    pause_timeout: Seconds = 15.0
+    grace_period: Seconds = 60.0
+
+    log_format: Literal["auto", "json", "text"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @classmethod
+    def load(cls, **values: Any) -> Self:
+        """Read the environment; raise `SettingsError` with a text for the person who set it."""
+        refuse_unknown(cls)
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise SettingsError(explain(error)) from None
+
+    @property
+    def production(self) -> bool:
+        return self.environment == "production"
+
+    @property
+    def embedded(self) -> bool:
+        """No database was named: use the development one under `.flotilla/`."""
+        return self.database_url is None
+
+    @property
+    def pooled(self) -> bool:
+        """The pool goes through a pooler: nothing may be kept in its sessions."""
+        return self.database_direct_url is not None and self.database_direct_url != self.database_url
+
+    @property
+    def migrates_on_start(self) -> bool:
+        return not self.production if self.migrate_on_start is None else self.migrate_on_start
+
+    @property
+    def logs_as_json(self) -> bool:
+        return self.log_format == "json" or (self.log_format == "auto" and self.production)
+
+    @property
+    def drain_delay_seconds(self) -> float:
+        """In production as long as load balancers usually need to notice; at a desk, hardly any."""
+        if self.drain_delay is not None:
+            return self.drain_delay
+        return 5.0 if self.production else 1.0
+
+    @field_validator("namespace", "instance_name", "workspace")
+    @classmethod
+    def _is_a_name(cls, value: str | None) -> str | None:
+        if value is not None and not NAME.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is not a valid name: use a lower-case letter, then up to 62 lower-case letters, digits "
+                f"and hyphens, such as 'api-2'"
+            )
+        return value
+
+    @field_validator("namespace")
+    @classmethod
+    def _is_not_reserved(cls, value: str) -> str:
+        if value.startswith("pg-") or value in {"pg", "information-schema"}:
+            raise ValueError(f"{value!r} would become a schema name that PostgreSQL keeps for itself; choose another")
+        return value
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _are_keys(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for number, key in enumerate(value, 1):
+            if not KEY.fullmatch(key.get_secret_value()):
+                raise ValueError(
+                    f"key number {number} is not of the form NAME:SCOPE:SHA256, with a scope of read, operate or "
+                    f"admin: `flotilla key NAME --scope read` makes a key and prints that line"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if self.pool_min > self.pool_max:
+            raise ValueError(f"POOL_MIN ({self.pool_min}) is larger than POOL_MAX ({self.pool_max})")
+        if self.embedded and self.database_direct_url is not None:
+            raise ValueError("DATABASE_DIRECT_URL is set but DATABASE_URL is not; set both, or DATABASE_URL alone")
+        if self.production:
+            self._is_fit_for_production()
+        needed = self.drain_delay_seconds + self.drain_timeout + self.pause_timeout + STEPS_RESERVE + WATCHDOG_RESERVE
+        if needed > self.grace_period:
+            raise ValueError(
+                f"GRACE_PERIOD is {self.grace_period:g} s, but an ordered shutdown may take {needed:g} s (DRAIN_DELAY "
+                f"{self.drain_delay_seconds:g} + DRAIN_TIMEOUT {self.drain_timeout:g} + PAUSE_TIMEOUT "
+                f"{self.pause_timeout:g} + {STEPS_RESERVE + WATCHDOG_RESERVE:g} for the other steps): the platform "
+                f"would kill it half-way. Raise GRACE_PERIOD (and terminationGracePeriodSeconds), or lower the others"
+            )
+        return self
+
+    def _is_fit_for_production(self) -> None:
+        if self.embedded:
+            raise ValueError(
+                "the embedded database is for development only, and ENVIRONMENT is 'production': set DATABASE_URL"
+            )
+        if not self.api_keys:
+            raise ValueError(
+                "no API_KEYS are set, and ENVIRONMENT is 'production': anyone could read and operate this service. "
+                "Make one with `flotilla key NAME --scope admin` and set FLOTILLA_API_KEYS to the line it prints"
+            )
+
+
+def known_names(settings: type[FleetSettings]) -> set[str]:
+    """Return the environment variables that mean something."""
+    return {PREFIX + field.upper() for field in settings.model_fields}
+
+
+def refuse_unknown(settings: type[FleetSettings]) -> None:
+    """Refuse a `FLOTILLA_` name that no setting has, in the environment or in `.env`."""
+    known = known_names(settings)
+    env_file = settings.model_config.get("env_file")
+    given = {*os.environ, *(dotenv_values(str(env_file)) if env_file else ())}
+    for name in sorted(given):
+        if not name.upper().startswith(PREFIX) or name.upper() in known:
+            continue
+        if re.fullmatch(r"FLOTILLA_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_.*)", name):
+            hint = (
+                "Kubernetes adds such names for a Service called 'flotilla': set `enableServiceLinks: false` on the pod"
+            )
+        else:
+            close = difflib.get_close_matches(name.upper(), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see docs/reference/settings.md for all of them"
+        raise SettingsError(f"{name} is not a setting; {hint}")
+
+
+def explain(error: ValidationError) -> str:
+    """Turn pydantic's report into lines for the person who set the environment."""
+    lines = []
+    for part in error.errors(include_url=False, include_input=False):
+        where = str(part["loc"][0]).upper().removeprefix(PREFIX) if part["loc"] else ""
+        text = part["msg"].removeprefix("Value error, ")
+        lines.append(f"{PREFIX}{where}: {text}" if where else text)
+    return "; ".join(lines)

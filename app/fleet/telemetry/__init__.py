@@ -1,0 +1,1 @@
+"""What the fleet says about itself: logs, metrics. Seen by every room, sees none."""

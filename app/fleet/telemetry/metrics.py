@@ -1,0 +1,70 @@
+"""Every metric of the fleet: its name, what it is, and what it means. The edge fills them in at a scrape.
+
+HTTP metrics and traces come from FastAPI's own telemetry and are not repeated here. One process is one target: with
+`uvicorn --workers` each scrape meets one worker, which is one reason not to run several in a container.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+# A value, or one for each combination of label values.
+Value: TypeAlias = float | Mapping[tuple[str, ...], float]
+
+
+@dataclass(frozen=True)
+class Definition:
+    name: str
+    kind: Literal["gauge", "counter"]
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+DEFINITIONS = (
+    Definition("flotilla_instance", "gauge", "Always 1; says who this is", ("namespace", "name", "version")),
+    Definition("flotilla_ready", "gauge", "1 while this instance is neither starting nor draining"),
+    Definition("flotilla_link_up", "gauge", "1 while the presence lock is certainly held"),
+    Definition("flotilla_link_breaks_total", "counter", "How often the link broke"),
+    Definition("flotilla_link_relinks_total", "counter", "How often it was taken up again under the same id"),
+    Definition("flotilla_link_beat_seconds", "gauge", "How long PostgreSQL took to answer the last heartbeat"),
+    Definition("flotilla_identities_lost_total", "counter", "How often this instance was declared gone while it lived"),
+    Definition("flotilla_leader", "gauge", "1 while this instance leads; the sum over all instances should be 1"),
+    Definition("flotilla_leader_terms_total", "counter", "How often this instance became leader"),
+    Definition("flotilla_pool_up", "gauge", "1 while the database answers through the pool"),
+    Definition("flotilla_pool_outages_total", "counter", "How often the pool lost the database"),
+    Definition("flotilla_pool_connections", "gauge", "Connections of the pool", ("state",)),
+    Definition("flotilla_pool_waiting", "gauge", "Requests waiting for a connection"),
+    Definition("flotilla_pool_refused_total", "counter", "Requests that got no connection in time"),
+    Definition("flotilla_requests_in_flight", "gauge", "HTTP requests being answered, streams included"),
+    Definition("flotilla_shutdown_step_seconds", "gauge", "How long a step of the shutdown took", ("step",)),
+)
+
+
+class Figures(Collector):
+    """Asks for the values at each scrape, so that nothing has to be kept up to date in between."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Value] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        for definition in DEFINITIONS:
+            value = self._values.get(definition.name)
+            if value is None:
+                continue
+            family = (CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily)(
+                definition.name, definition.meaning, labels=definition.labels
+            )
+            samples = value if isinstance(value, Mapping) else {(): value}
+            for labels, sample in samples.items():
+                family.add_metric(labels, sample)
+            yield family
+
+    def fill(self, values: Mapping[str, Value]) -> CollectorRegistry:
+        """Return a registry with just these values."""
+        self._values = dict(values)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry

@@ -1,0 +1,49 @@
+"""The wiring, and nothing else."""
+
+import sys
+
+from fastapi import Depends, FastAPI
+from starlette.types import ASGIApp
+
+from app import __version__, routes
+from app.fleet.errors import SettingsError
+from app.fleet.http import health, metrics, problems
+from app.fleet.http.auth import needs
+from app.fleet.http.context import Context
+from app.fleet.http.edge import Edge
+from app.fleet.lifespan import lifespan
+from app.fleet.telemetry import logs
+from app.settings import Settings
+
+
+class Service(FastAPI):
+    """FastAPI with our edge around everything, its own error handling included."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return Edge(super().build_middleware_stack(), self.state.fleet)
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    settings = settings or Settings.load()
+    logs.set_up(as_json=settings.logs_as_json, level=settings.log_level, namespace=settings.namespace)
+    app = Service(
+        title="Flotilla",
+        version=__version__,
+        lifespan=lifespan,
+        # Without a schema there are no pages of it either: in production, nothing is shown that nobody asked for.
+        openapi_url=None if settings.production else "/openapi.json",
+    )
+    app.state.fleet = Context(settings, version=__version__)
+    problems.install(app)
+    app.include_router(health.probes)
+    app.include_router(health.cluster)
+    app.include_router(metrics.router)
+    app.include_router(routes.router, dependencies=[Depends(needs())])
+    return app
+
+
+try:
+    app = create_app()
+except SettingsError as error:
+    # Met by `uvicorn app.main:app`: the text says what to do, and a traceback would bury it.
+    sys.exit(f"flotilla: {error}")

@@ -1,0 +1,80 @@
+"""How soon everyone is back: after PostgreSQL was stopped at once and started again, and after an instance froze.
+
+The clock of an outage starts when PostgreSQL accepts connections again. Every instance must be ready under the id it
+had, and nobody may have been declared gone.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+
+from benchmarks.report import distribution
+from tests.support.fleet import Fleet, Ship, by_name, leader_of
+from tests.support.postgres import Postgres, server
+
+INSTANCES = 3
+AWAY = (1.0, 5.0, 20.0)
+FREEZES = 5
+
+
+def run(*, short: bool) -> None:
+    with (
+        server() as postgres,
+        tempfile.TemporaryDirectory() as folder,
+        Fleet(postgres.address_of(), Path(folder)) as fleet,
+    ):
+        ships = fleet.start(INSTANCES)
+        leader_of(ships)
+        for away in AWAY[:1] if short else AWAY:
+            one_outage(postgres, ships, away)
+        seconds = [freeze(ships) for _ in range(1 if short else FREEZES)]
+    print(distribution("SIGSTOP → gone (the server's lease)", seconds, bound_ms=7000))
+
+
+def one_outage(postgres: Postgres, ships: list[Ship], away: float) -> None:
+    before = [ship.me()["id"] for ship in ships]
+    postgres.stop("immediate")
+    time.sleep(away)
+    postgres.start_again()
+    until(lambda: answers(postgres))
+    ready = until(lambda: all(ship.status() == 200 for ship in ships))
+    same = [ship.me()["id"] for ship in ships] == before
+    false_deaths = sum(len(ship.lines("instance.gone")) for ship in ships)
+    print(
+        f"PostgreSQL away {away:4.0f} s → all {len(ships)} ready {ready:5.2f} s after it accepts connections "
+        f"(≤ 3 s: {'kept' if ready <= 3 else 'NOT KEPT'}); same ids: {same}; false deaths: {false_deaths}",
+        flush=True,
+    )
+
+
+def freeze(ships: list[Ship]) -> float:
+    """Freeze a follower until it is declared gone, then let it come back."""
+    leader = leader_of(ships)
+    victim = next(ship for ship in ships if ship is not leader)
+    me = victim.me()
+    victim.freeze()
+    try:
+        return until(lambda: by_name(leader.instances())[me["name"]]["state"] == "gone")
+    finally:
+        victim.thaw()
+        until(lambda: victim.status() == 200 and victim.me()["id"] != me["id"])
+
+
+def answers(postgres: Postgres) -> bool:
+    try:
+        with psycopg.connect(postgres.address_of(), connect_timeout=2):
+            return True
+    except psycopg.OperationalError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> float:
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > 60:
+            raise TimeoutError("it never happened")
+        time.sleep(0.01)
+    return time.monotonic() - began

@@ -1,0 +1,86 @@
+"""From SIGKILL to the row being `gone`, and to a new leader, as PostgreSQL shows them.
+
+Real processes on the embedded PostgreSQL 18, durability on. The clock starts in the moment before the signal is sent
+and stops when a query, repeated without pause, sees the change.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+
+from app.fleet.cluster.registry import Register, Session
+from app.fleet.db.namespace import Namespace
+from benchmarks.report import distribution, histogram
+from tests.support.fleet import Fleet, Ship
+from tests.support.postgres import eventually, server
+
+INSTANCES = 3
+ROUNDS = 40
+REGISTER = Register(Namespace("flotilla"))
+GONE = "SELECT state = 'gone' FROM flotilla.instances WHERE id = %s"
+LEADER = """
+SELECT i.id FROM flotilla.instances AS i JOIN pg_locks AS l ON l.pid = i.turn_pid
+WHERE l.locktype = 'relation' AND l.granted AND l.relation = 'flotilla.leader_turn'::regclass AND i.state <> 'gone'
+"""
+
+
+def run(*, short: bool) -> None:
+    rounds = 5 if short else ROUNDS
+    with (
+        server() as postgres,
+        tempfile.TemporaryDirectory() as folder,
+        Fleet(postgres.address_of(), Path(folder), FLOTILLA_LOG_LEVEL="warning") as fleet,
+        psycopg.connect(postgres.address_of(), autocommit=True) as session,
+    ):
+        ships = {ship.me()["id"]: ship for ship in fleet.start(INSTANCES)}
+        print(f"{INSTANCES} instances; {rounds} kills of a follower, {rounds} of the leader\n")
+        follower = [kill_follower(session, fleet, ships) for _ in range(rounds)]
+        gone, led = zip(*(kill_leader(session, fleet, ships) for _ in range(rounds)), strict=True)
+    print(distribution("SIGKILL of a follower → gone", follower, bound_ms=500))
+    print(distribution("SIGKILL of the leader → a new leader", led, bound_ms=500))
+    print(distribution("SIGKILL of the leader → gone", gone, bound_ms=500))
+    print("\n  SIGKILL → gone, followers and leaders:")
+    print(histogram([*follower, *gone], width_ms=25))
+
+
+def kill_follower(session: Session, fleet: Fleet, ships: dict[int, Ship]) -> float:
+    leader = eventually(lambda: leader_id(session))
+    victim = next(each for each in ships if each != leader)
+    began = time.monotonic()
+    ships[victim].kill()
+    seconds = until(lambda: session.execute(GONE, [victim]).fetchone() == (True,), began)
+    replace(fleet, ships, victim)
+    return seconds
+
+
+def kill_leader(session: Session, fleet: Fleet, ships: dict[int, Ship]) -> tuple[float, float]:
+    victim = eventually(lambda: leader_id(session))
+    began = time.monotonic()
+    ships[victim].kill()
+    led = until(lambda: leader_id(session) not in {None, victim}, began)
+    gone = until(lambda: session.execute(GONE, [victim]).fetchone() == (True,), began)
+    replace(fleet, ships, victim)
+    return gone, led
+
+
+def leader_id(session: Session) -> int | None:
+    row = session.execute(LEADER).fetchone()
+    return None if row is None else int(row[0])
+
+
+def until(condition: Callable[[], bool], began: float) -> float:
+    while not condition():
+        if time.monotonic() - began > 30:
+            raise TimeoutError("it never happened")
+        time.sleep(0.001)
+    return time.monotonic() - began
+
+
+def replace(fleet: Fleet, ships: dict[int, Ship], victim: int) -> None:
+    """Start another in the place of the killed one, and wait until it waits in the queue for leadership too."""
+    del ships[victim]
+    (ship,) = fleet.start()
+    ships[ship.me()["id"]] = ship

@@ -1,0 +1,37 @@
+"""What the files of a deployment declare, read the way the platforms read them."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from app.fleet.http.auth import make_key
+from app.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+# Secrets are in no file. These are of the form that docs/guides/deploy.md asks for.
+ADDRESS = "postgresql://flotilla_run:secret@database.example:5432/flotilla"
+API_KEYS = make_key("test", "admin")[1]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions in order, continued lines joined, comments left out."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    whole = "\n".join(lines).replace("\\\n", "")
+    return [(keyword, rest.strip()) for keyword, _, rest in (line.partition(" ") for line in whole.splitlines())]
+
+
+def last(keyword: str) -> str:
+    """The instruction that counts: the last one of its kind."""
+    return [rest for each, rest in instructions() if each == keyword][-1]
+
+
+def settings_under(environment: Mapping[str, str]) -> Settings:
+    """The settings of a container that is given this, on top of what the image sets. Raises what it would refuse."""
+    image = dict(each.split("=", 1) for each in shlex.split(last("ENV")))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**image, **environment}.items():
+            if name.startswith(("FLOTILLA_", "DATABASE_")):
+                patch.setenv(name, value)
+        return Settings.load()

@@ -1,0 +1,147 @@
+"""docker-compose.yml starts for someone who cloned the repository an hour ago, and stops without losing a request."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.declared import API_KEYS, ROOT, last, settings_under
+from tests.support.tools import program
+
+INSTANCES = ["instance-1", "instance-2", "instance-3"]
+VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}")
+
+Service = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def services(compose: dict[str, Any]) -> dict[str, Service]:
+    found: dict[str, Service] = compose["services"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def haproxy(compose: dict[str, Any]) -> str:
+    return str(compose["configs"]["haproxy"]["content"])
+
+
+def environment(service: Service, **given: str) -> dict[str, str]:
+    """The environment of a container, with these variables set where `docker compose up` is called, and no others."""
+    return {name: filled(str(value), given) for name, value in service["environment"].items()}
+
+
+def filled(text: str, given: Mapping[str, str]) -> str:
+    def value(found: re.Match[str]) -> str:
+        default = found["default"]
+        assert default is not None, f"{found[0]} has no default, so `docker compose up` would not start"
+        return given.get(found["name"]) or default
+
+    return VARIABLE.sub(value, text)
+
+
+def seconds(duration: str) -> float:
+    assert duration.endswith("s")
+    return float(duration[:-1])
+
+
+def of_checks(haproxy: str, name: str) -> str:
+    found = re.search(rf"^\s*default-server check .*\b{name} (\S+)", haproxy, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_three_instances_run_the_image_that_the_migration_builds(services: dict[str, Service]) -> None:
+    migration = services["migrate"]
+    running = [name for name, each in services.items() if each["image"] == migration["image"] and name != "migrate"]
+    assert running == INSTANCES
+    assert migration["build"] == "."
+    # An image that is built here cannot be pulled from anywhere.
+    assert {services[name]["pull_policy"] for name in (*INSTANCES, "migrate")} == {"never"}
+
+
+@pytest.mark.parametrize("name", [*INSTANCES, "migrate"])
+def test_it_starts_without_any_preparation(services: dict[str, Service], name: str) -> None:
+    settings = settings_under(environment(services[name]))
+    assert settings.environment == "development"
+    assert not settings.embedded
+
+
+@pytest.mark.parametrize("name", [*INSTANCES, "migrate"])
+def test_it_starts_in_production_when_it_is_given_keys(services: dict[str, Service], name: str) -> None:
+    given = {"FLOTILLA_ENVIRONMENT": "production", "FLOTILLA_API_KEYS": API_KEYS, "POSTGRES_PASSWORD": "secret"}
+    settings = settings_under(environment(services[name], **given))
+    assert settings.production
+    assert settings.database_url is not None
+    assert ":secret@postgres" in settings.database_url.get_secret_value()
+    assert filled(services["postgres"]["environment"]["POSTGRES_PASSWORD"], given) == "secret"
+
+
+def test_each_instance_has_a_name_of_its_own(services: dict[str, Service]) -> None:
+    assert [settings_under(environment(services[name])).instance_name for name in INSTANCES] == INSTANCES
+
+
+def test_instances_start_after_the_migration_and_the_migration_after_the_database(services: dict[str, Service]) -> None:
+    assert services["migrate"]["command"] == ["flotilla", "migrate"]
+    assert services["migrate"]["depends_on"] == {"postgres": {"condition": "service_healthy"}}
+    for name in INSTANCES:
+        assert services[name]["depends_on"] == {"migrate": {"condition": "service_completed_successfully"}}
+        assert not settings_under(environment(services[name])).migrates_on_start
+
+
+def test_docker_waits_as_long_as_the_ordered_shutdown_may_take(services: dict[str, Service]) -> None:
+    for name in INSTANCES:
+        grace = settings_under(environment(services[name])).grace_period
+        assert seconds(services[name]["stop_grace_period"]) >= grace
+
+
+def test_haproxy_asks_every_instance_whether_it_is_ready(haproxy: str) -> None:
+    assert "option httpchk GET /health/ready" in haproxy
+    assert "http-check expect status 200" in haproxy
+    port = last("EXPOSE")
+    assert re.findall(r"^\s*server (\S+) (\S+)$", haproxy, re.MULTILINE) == [
+        (each, f"{each}:{port}") for each in INSTANCES
+    ]
+
+
+def test_haproxy_notices_while_the_listener_is_still_open(haproxy: str, services: dict[str, Service]) -> None:
+    noticed = seconds(of_checks(haproxy, "inter")) * int(of_checks(haproxy, "fall"))
+    for name in INSTANCES:
+        assert noticed <= settings_under(environment(services[name])).drain_delay_seconds
+
+
+def test_haproxy_accepts_its_configuration(haproxy: str, tmp_path: Path) -> None:
+    found = program("haproxy")
+    configuration = tmp_path / "haproxy.cfg"
+    configuration.write_text(haproxy)
+    done = subprocess.run([found, "-c", "-f", str(configuration)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[WARNING]" not in done.stderr
+
+
+def test_only_haproxy_is_published_and_only_on_this_machine(services: dict[str, Service]) -> None:
+    published = {
+        name: [filled(port, {}) for port in each["ports"]] for name, each in services.items() if "ports" in each
+    }
+    assert published == {"proxy": ["127.0.0.1:8080:8080"]}
+
+
+def test_the_data_of_postgresql_survives_its_container(compose: dict[str, Any], services: dict[str, Service]) -> None:
+    # Where the image looks from version 18 on; a volume at the former place would stay empty.
+    assert services["postgres"]["volumes"] == ["postgres:/var/lib/postgresql"]
+    assert services["postgres"]["image"] == "postgres:18"
+    assert "postgres" in compose["volumes"]
+
+
+def test_every_image_has_a_tag_that_stays_what_it_is(services: dict[str, Service]) -> None:
+    for each in services.values():
+        assert each["image"].partition(":")[2] not in {"", "latest"}

@@ -1,0 +1,59 @@
+"""What docs/guides/deploy.md grants is enough to run an instance, and not enough to change the schema."""
+
+import re
+
+import psycopg
+import pytest
+
+from tests.deploy.declared import ROOT
+from tests.support.fleet import Fleet, run
+from tests.support.postgres import Postgres, eventually
+
+FIRST_OF_ALL, LATER = re.findall(
+    r"^```sql\n(.*?)^```$", (ROOT / "docs/guides/deploy.md").read_text(), re.MULTILINE | re.DOTALL
+)
+DATABASE = "flotilla"
+
+
+@pytest.fixture(params=["roles first", "schema first"])
+def address(request: pytest.FixtureRequest, own_postgres: Postgres) -> str:
+    """A migrated database, as the role that only runs sees it. Roles are of a whole server, so it is an own one."""
+    with own_postgres.session() as session:
+        session.execute("CREATE ROLE administrator LOGIN CREATEROLE")
+        session.execute(f'CREATE DATABASE "{DATABASE}" OWNER administrator')
+    with psycopg.connect(own_postgres.address_of(DATABASE, "administrator"), autocommit=True) as session:
+        if request.param == "roles first":
+            session.execute(FIRST_OF_ALL.encode())
+            migrate(own_postgres, "flotilla_migrate")
+        else:
+            session.execute("CREATE ROLE flotilla_run LOGIN")
+            migrate(own_postgres, "administrator")
+            session.execute(LATER.encode())
+    return own_postgres.address_of(DATABASE, "flotilla_run")
+
+
+def migrate(postgres: Postgres, role: str) -> None:
+    done = run("migrate", address=postgres.address_of(DATABASE, role))
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_instance_runs_and_leads_and_leaves(fleet: Fleet) -> None:
+    (ship,) = fleet.start(FLOTILLA_MIGRATE_ON_START="false")
+    eventually(lambda: ship.instances()["leader"] is not None)
+    ship.terminate()
+    ship.wait_exit()
+    assert ship.lines("shutdown.finished")
+    assert ship.errors() == []
+
+
+def test_the_doctor_finds_the_privileges_right(address: str) -> None:
+    done = run("doctor", address=address)
+    assert done.returncode == 0, done.stdout
+    assert "enough to run, not to migrate" in done.stdout
+
+
+def test_an_instance_cannot_change_the_schema(address: str) -> None:
+    with psycopg.connect(address, autocommit=True) as session:
+        for statement in ("DROP TABLE flotilla.instances", "CREATE TABLE flotilla.mine ()", "CREATE SCHEMA mine"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                session.execute(statement)

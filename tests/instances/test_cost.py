@@ -1,0 +1,46 @@
+"""What an idle cluster costs, from PostgreSQL's own record: every statement it was sent, by session.
+
+The record is the server's log with `log_statement = all`; transaction counts would not see the leader's looks, which
+happen inside one. The figures are in the benchmark; the bounds here are the promised ones.
+"""
+
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.support.fleet import Fleet, leader_of
+from tests.support.postgres import server
+
+WATCHED = 10.0
+CONFIGURATION = "log_statement = 'all'\nlog_line_prefix = 'by=%a '\n"
+STATEMENT = re.compile(r"^by=flotilla/(?P<namespace>[^/]*)/(?P<role>[^/ ]*)/?(?P<instance>\S*) .*(statement|execute)")
+
+
+def statements(log: Path) -> Counter[tuple[str, str]]:
+    """Count statements by role and instance."""
+    found: Counter[tuple[str, str]] = Counter()
+    for line in log.read_text(errors="replace").splitlines():
+        if parts := STATEMENT.match(line):
+            found[parts["role"], parts["instance"]] += 1
+    return found
+
+
+def test_an_idle_follower_sends_two_statements_a_second_at_most_and_the_leader_ten(tmp_path: Any) -> None:
+    with server(configuration=CONFIGURATION) as postgres, Fleet(postgres.address_of(), tmp_path) as fleet:
+        ships = fleet.start(3)
+        leader = leader_of(ships).me()["name"]
+        names = {ship.me()["name"] for ship in ships}
+        time.sleep(2)
+        before = statements(postgres.log)
+        time.sleep(WATCHED)
+        sent = statements(postgres.log)
+        sent.subtract(before)
+
+    rates = {name: sum(n for (_, who), n in sent.items() if who == name) / WATCHED for name in names}
+    nameless = sum(n for (_, who), n in sent.items() if who not in names) / WATCHED
+    followers = names - {leader}
+    assert 0.5 < rates[leader] + nameless <= 10
+    for follower in followers:
+        assert 0.5 < rates[follower] <= 2

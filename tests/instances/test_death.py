@@ -1,0 +1,254 @@
+"""How instances die, how the others learn of it, and what must not be taken for death."""
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fleet import Fleet, Ship, by_name, leader_of
+from tests.support.postgres import Postgres, eventually
+
+# What the benchmark measures in milliseconds is bounded here for hangs only.
+GENEROUS = 10.0
+
+
+def others(ships: list[Ship], one: Ship) -> list[Ship]:
+    return [ship for ship in ships if ship is not one]
+
+
+def row(witness: Ship, name: str) -> dict[str, Any]:
+    return by_name(witness.instances())[name]
+
+
+def wait_for_more(ship: Ship, event: str, than: int) -> None:
+    eventually(lambda: len(ship.lines(event)) > than, within=GENEROUS)
+
+
+def presence_backend(postgres: Postgres, address: str, identifier: int) -> int:
+    """The backend that holds an instance's presence lock."""
+    with postgres.session(address.rpartition("/")[2]) as session:
+        found = session.execute(
+            "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND objid = %s "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+            [identifier],
+        ).fetchone()
+    assert found is not None
+    return int(found[0])
+
+
+def test_a_killed_follower_is_declared_gone_and_the_leader_stays(fleet: Fleet) -> None:
+    ships = fleet.start(3)
+    leader = leader_of(ships)
+    victim = others(ships, leader)[0]
+    name = victim.me()["name"]
+    victim.kill()
+
+    eventually(lambda: row(leader, name)["state"] == "gone", within=GENEROUS)
+    dead = row(leader, name)
+    assert dead["gone_reason"] == "its session ended"
+    assert leader_of(others(ships, victim)) is leader
+
+
+def test_a_killed_leader_is_declared_gone_and_another_leads(fleet: Fleet) -> None:
+    ships = fleet.start(3)
+    leader = leader_of(ships)
+    name = leader.me()["name"]
+    leader.kill()
+
+    witness = others(ships, leader)[0]
+    eventually(lambda: row(witness, name)["state"] == "gone", within=GENEROUS)
+    view = witness.instances()
+    assert view["leader"] in {ship.me()["name"] for ship in others(ships, leader)}
+    assert sum(each["leader"] for each in view["instances"]) == 1
+
+
+def test_a_frozen_instance_loses_its_lease_and_comes_back_as_somebody_new(fleet: Fleet) -> None:
+    ships = fleet.start(3)
+    frozen = leader_of(ships)
+    before = frozen.me()
+    witness = others(ships, frozen)[0]
+    frozen.freeze()
+    began = time.monotonic()
+    eventually(lambda: row(witness, before["name"])["state"] == "gone", within=15)
+    assert time.monotonic() - began > 2.5, "the server let go before the instance would have fenced itself"
+    assert witness.instances()["leader"] != before["name"]
+    time.sleep(max(0.0, 8 - (time.monotonic() - began)))
+    frozen.thaw()
+
+    eventually(lambda: frozen.lines("instance.identity_lost"), within=GENEROUS)
+    frozen.wait_ready()
+    after = frozen.me()
+    assert after["id"] > before["id"]
+    assert after["name"] == before["name"]
+    assert after["run_id"] == before["run_id"]
+    states = {each["id"]: each["state"] for each in witness.instances()["instances"]}
+    assert states[before["id"]] == "gone"
+    assert states[after["id"]] == "ready"
+
+
+def test_a_frozen_candidate_loses_its_place_in_the_queue_with_its_identity(fleet: Fleet, postgres: Postgres) -> None:
+    """Its session waits for a lock, which no timer of the server ends; its turn would come and nobody would lead."""
+    (leader,) = fleet.start()
+    leader_of([leader])
+    (frozen,) = fleet.start()
+    name = frozen.me()["name"]
+    (third,) = fleet.start()
+    frozen.freeze()
+    eventually(lambda: row(leader, name)["state"] == "gone", within=15)
+    with postgres.session(fleet.address.rpartition("/")[2]) as session:
+        waiting = (
+            "SELECT count(*) FROM pg_locks WHERE relation = 'flotilla.leader_turn'::regclass AND mode = 'ExclusiveLock'"
+        )
+        eventually(lambda: session.execute(waiting).fetchone() == (2,))
+    leader.terminate()
+    assert leader_of([third]) is third
+    frozen.thaw()
+    frozen.wait_ready()
+
+
+def test_a_terminated_link_is_taken_up_again_under_the_same_id(fleet: Fleet, postgres: Postgres) -> None:
+    ships = fleet.start(2)
+    before = {ship.port: ship.me()["id"] for ship in ships}
+    for _ in range(5):
+        for ship in ships:
+            relinks = len(ship.lines("link.up"))
+            backend = presence_backend(postgres, fleet.address, before[ship.port])
+            with postgres.session() as session:
+                session.execute("SELECT pg_terminate_backend(%s)", [backend])
+            wait_for_more(ship, "link.up", relinks)
+
+    for ship in ships:
+        ship.wait_ready()
+        assert ship.me()["id"] == before[ship.port]
+        assert not ship.lines("instance.identity_lost")
+        assert not ship.lines("instance.gone")
+
+
+@pytest.mark.parametrize("mode", ["immediate", "fast"])
+def test_a_restart_of_the_database_is_nobodys_death(own_postgres: Postgres, tmp_path: Any, mode: str) -> None:
+    with Fleet(own_postgres.address_of(), tmp_path) as fleet:
+        ships = fleet.start(3)
+        leader_of(ships)
+        before = {ship.port: ship.me()["id"] for ship in ships}
+        own_postgres.stop(mode)
+        eventually(lambda: all(ship.status() == 503 for ship in ships), within=GENEROUS)
+        assert all(ship.status("/health/live") == 200 for ship in ships)
+        own_postgres.start_again()
+
+        for ship in ships:
+            ship.wait_ready()
+        assert {ship.port: ship.me()["id"] for ship in ships} == before
+        # Longer than the leader waits after a restart: a false verdict would have been given by now.
+        leader_of(ships)
+        time.sleep(4)
+        assert {ship.port: ship.me()["id"] for ship in ships} == before
+        assert not any(ship.lines("instance.gone") or ship.lines("instance.identity_lost") for ship in ships)
+
+
+def test_a_failover_to_the_standby_is_nobodys_death(own_postgres: Postgres, tmp_path: Any) -> None:
+    """Advisory locks are not replicated: on the new primary every presence lock is free at once."""
+    standby = own_postgres.standby(own_postgres.home.parent / "standby")
+    both = (
+        f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{standby.port} user=postgres dbname=postgres "
+        f"target_session_attrs=read-write"
+    )
+    try:
+        with Fleet(both, tmp_path) as fleet:
+            ships = fleet.start(3)
+            leader_of(ships)
+            before = {ship.port: ship.me()["id"] for ship in ships}
+            with own_postgres.session() as primary, standby.session() as replica:
+                (written,) = primary.execute("SELECT pg_current_wal_lsn()").fetchone() or ("0/0",)
+                replayed = "SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn"
+                eventually(lambda: replica.execute(replayed, [written]).fetchone() == (True,))
+            own_postgres.stop("immediate")
+            standby.promote()
+            for ship in ships:
+                ship.wait_ready()
+            leader_of(ships)
+            time.sleep(4)
+            assert {ship.port: ship.me()["id"] for ship in ships} == before
+            assert not any(ship.lines("instance.gone") or ship.lines("instance.identity_lost") for ship in ships)
+    finally:
+        standby.destroy()
+
+
+def test_a_demoted_primary_is_left_by_link_and_pool(own_postgres: Postgres, tmp_path: Any) -> None:
+    """It still answers, and refuses only what is written: the heartbeat finds out first."""
+    standby = own_postgres.standby(own_postgres.home.parent / "standby")
+    both = f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{standby.port} user=postgres dbname=postgres"
+    try:
+        with Fleet(both, tmp_path) as fleet:
+            (ship,) = fleet.start()
+            before = ship.me()["id"]
+            with own_postgres.session() as session:
+                session.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+                session.execute("SELECT pg_reload_conf()")
+            standby.promote()
+            eventually(lambda: ship.lines("link.up"))
+            ship.wait_ready()
+            assert ship.me()["id"] == before
+            with standby.session() as session:
+                held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = %s"
+                assert session.execute(held, [before]).fetchone() == (1,)
+    finally:
+        standby.destroy()
+
+
+def test_one_that_dies_while_the_database_is_down_is_found_out_afterwards(
+    own_postgres: Postgres, tmp_path: Any
+) -> None:
+    with Fleet(own_postgres.address_of(), tmp_path) as fleet:
+        ships = fleet.start(2)
+        victim = leader_of(ships)
+        name = victim.me()["name"]
+        own_postgres.stop("immediate")
+        victim.kill()
+        own_postgres.start_again()
+
+        (survivor,) = others(ships, victim)
+        survivor.wait_ready()
+        eventually(lambda: row(survivor, name)["state"] == "gone", within=GENEROUS)
+
+
+def test_a_crash_of_the_server_that_keeps_its_postmaster_is_nobodys_death(
+    own_postgres: Postgres, tmp_path: Any
+) -> None:
+    """One backend killed: the server ends all sessions and starts anew, and its start time does not tell."""
+    with Fleet(own_postgres.address_of(), tmp_path) as fleet:
+        ships = fleet.start(3)
+        leader_of(ships)
+        before = {ship.port: ship.me()["id"] for ship in ships}
+        with own_postgres.session() as session:
+            victim = session.info.backend_pid
+            import os
+            import signal
+
+            os.kill(victim, signal.SIGKILL)
+            eventually(lambda: all(ship.lines("link.lost") for ship in ships), within=GENEROUS)
+        for ship in ships:
+            ship.wait_ready()
+        time.sleep(4)
+        assert {ship.port: ship.me()["id"] for ship in ships} == before
+        assert not any(ship.lines("instance.gone") for ship in ships)
+
+
+def test_a_blocked_event_loop_does_not_look_dead(fleet: Fleet) -> None:
+    ships = fleet.start(2)
+    blocked, witness = ships
+    before = blocked.me()
+    request = threading.Thread(target=lambda: httpx.get(f"{blocked.url}/trial/block?seconds=20", timeout=60))
+    request.start()
+    began = time.monotonic()
+    while request.is_alive():
+        seen = row(witness, before["name"])
+        assert seen["state"] == "ready"
+        assert seen["id"] == before["id"]
+        assert seen["heartbeat_age_ms"] < 4000
+        time.sleep(0.5)
+    request.join()
+    assert time.monotonic() - began > 15
+    assert blocked.wait_ready().me()["id"] == before["id"]
+    assert not blocked.lines("link.lost")

@@ -1,0 +1,103 @@
+"""Instances find each other: names, migrations and workspaces when many start at once."""
+
+import uuid
+
+import pytest
+
+from tests.support.fleet import Fleet, by_name, run
+from tests.support.postgres import Postgres, eventually
+
+
+@pytest.mark.timeout(240)
+def test_twenty_started_at_once_get_twenty_names_one_leader_and_migrate_once(fleet: Fleet) -> None:
+    ships = fleet.start(20, FLOTILLA_POOL_MIN="1", FLOTILLA_POOL_MAX="4")
+    eventually(lambda: ships[0].instances()["leader"])
+    view = ships[0].instances()
+
+    living = [each for each in view["instances"] if each["state"] == "ready"]
+    assert len(living) == 20
+    assert len({each["name"] for each in living}) == 20
+    assert len({each["id"] for each in living}) == 20
+    assert len({uuid.UUID(each["run_id"]) for each in living}) == 20
+    assert sum(each["leader"] for each in living) == 1
+    assert sum(len(ship.lines("migration.finished")) for ship in ships) == 1
+    assert all(ship.instances()["leader"] == view["leader"] for ship in ships)
+
+
+def test_numbers_in_names_are_never_used_again(fleet: Fleet) -> None:
+    (first,) = fleet.start()
+    name = first.me()["name"]
+    first.terminate()
+    first.wait_exit()
+
+    (second,) = fleet.start()
+    assert second.me()["name"] not in {name, None}
+    assert by_name(second.instances())[name]["state"] == "gone"
+
+
+def test_a_name_in_use_is_refused_with_what_to_do(fleet: Fleet) -> None:
+    (holder,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
+    late = fleet.launch(FLOTILLA_INSTANCE_NAME="harbour")
+
+    assert late.wait_exit() == 3
+    assert "a living instance is called 'harbour' already" in late.text
+    assert f"pid {holder.pid}" in late.text
+    assert "FLOTILLA_INSTANCE_NAME" in late.text
+    assert "Traceback" not in late.text
+    assert holder.is_ready()
+
+
+def test_the_name_of_a_killed_instance_is_free_at_once_even_with_nobody_left_to_see_it_die(fleet: Fleet) -> None:
+    (first,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
+    number = first.me()["id"]
+    first.kill()
+
+    (second,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
+    assert second.me()["id"] > number
+
+
+def test_a_workspace_is_exclusive_until_forced(fleet: Fleet) -> None:
+    (owner,) = fleet.start(FLOTILLA_WORKSPACE="volume-1")
+    late = fleet.launch(FLOTILLA_WORKSPACE="volume-1")
+    assert late.wait_exit() == 3
+    assert "the workspace 'volume-1' is in use by " + owner.me()["name"] in late.text
+    assert "--force" in late.text
+
+    (forced,) = fleet.start(FLOTILLA_WORKSPACE="volume-1", FLOTILLA_WORKSPACE_FORCE="true")
+    assert forced.lines("workspace.shared_by_force")
+    assert forced.me()["workspace"] == "volume-1"
+    assert owner.is_ready()
+
+
+def test_two_namespaces_in_one_database_see_nothing_of_each_other(fleet: Fleet, postgres: Postgres) -> None:
+    red = fleet.start(2, FLOTILLA_NAMESPACE="red")
+    blue = fleet.start(2, FLOTILLA_NAMESPACE="blue-sea")
+    for ships, namespace in ((red, "red"), (blue, "blue-sea")):
+        view = eventually(lambda: ships[0].instances() if ships[0].instances()["leader"] else None)  # noqa: B023
+        assert view["namespace"] == namespace
+        assert len(view["instances"]) == 2
+        assert all(each["name"].startswith(f"{namespace}-") for each in view["instances"])
+        # Names and ids are counted apart.
+        assert {each["id"] for each in view["instances"]} == {1, 2}
+
+    database = fleet.address.rpartition("/")[2]
+    with postgres.session(database) as session:
+        # The same ids, in the same database, at the same time: only the first number of the lock tells them apart.
+        rows = session.execute(
+            "SELECT classid::regnamespace::text, array_agg(objid::int ORDER BY objid) FROM pg_locks "
+            "WHERE locktype = 'advisory' AND granted "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) GROUP BY 1"
+        ).fetchall()
+        assert dict(rows) == {"red": [1, 2], "blue_sea": [1, 2]}
+        # A notification to one's channel is not heard by the other: ask an id that both have.
+        session.execute("SELECT pg_notify('red', 'drain:1')")
+
+    # The same name in both: the row decides, and each has its own.
+    asked = run("down", "red-1", address=fleet.address, env={"FLOTILLA_NAMESPACE": "blue-sea"})
+    assert asked.returncode == 5
+    assert all(ship.is_ready() for ship in [*red, *blue])
+    victim = next(ship for ship in red if ship.me()["name"] == "red-1")
+    assert run("down", "red-1", address=fleet.address, env={"FLOTILLA_NAMESPACE": "red"}).returncode == 0
+    assert victim.wait_exit() is not None
+    assert all(ship.is_ready() for ship in blue)
+    assert {each["state"] for each in blue[0].instances()["instances"]} == {"ready"}

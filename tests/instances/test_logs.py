@@ -1,0 +1,53 @@
+"""The log of a real process: every line in one shape, whoever wrote it, and with who and which request."""
+
+import json
+
+import httpx
+import pytest
+
+from tests.support.fleet import Fleet, Mode
+from tests.support.postgres import eventually
+
+
+@pytest.mark.parametrize("mode", ["serve", "uvicorn"])
+def test_in_production_every_line_is_json_with_namespace_instance_and_request(fleet: Fleet, mode: Mode) -> None:
+    key = "ops:admin:" + "0" * 64
+    production = {
+        "FLOTILLA_ENVIRONMENT": "production",
+        "FLOTILLA_API_KEYS": key,
+        "FLOTILLA_LOG_FORMAT": "auto",
+        "FLOTILLA_MIGRATE_ON_START": "true",
+    }
+    (ship,) = fleet.start(1, mode, **production)
+    httpx.get(f"{ship.url}/nowhere", headers={"x-request-id": "find-me"})
+    ship.terminate()
+    ship.wait_exit()
+
+    lines = [json.loads(line) for line in ship.text.splitlines()]
+    assert all(
+        {"time", "level", "event", "namespace", "instance", "request_id", "logger"} <= set(line) for line in lines
+    )
+    assert {line["namespace"] for line in lines} == {"flotilla"}
+    ready = next(number for number, line in enumerate(lines) if line["event"] == "instance.ready")
+    assert {line["instance"] for line in lines[ready:]} == {"flotilla-1"}
+    loggers = {line["logger"] for line in lines}
+    assert {"uvicorn.error", "uvicorn.access", "alembic.runtime.migration", "app.fleet.lifespan"} <= loggers
+    (access,) = [line for line in lines if "/nowhere" in line["event"]]
+    assert access["request_id"] == "find-me"
+
+
+def test_at_a_desk_lines_are_made_to_be_read(fleet: Fleet) -> None:
+    (ship,) = fleet.start(FLOTILLA_LOG_FORMAT="auto")
+    # An instance is ready, and says so in its log a moment later.
+    (line,) = eventually(lambda: [line for line in ship.text.splitlines() if "instance.ready" in line])
+    assert "INFO    flotilla/flotilla-1 instance.ready port=" in line
+
+
+def test_a_request_that_fails_is_in_the_log_under_its_id_with_its_traceback(fleet: Fleet) -> None:
+    (ship,) = fleet.start()
+    answer = httpx.get(f"{ship.url}/trial/fail")
+    assert answer.status_code == 500
+    identifier = answer.headers["x-request-id"]
+    (line,) = eventually(lambda: [each for each in ship.lines("request.failed") if each["request_id"] == identifier])
+    assert "hunter2" in line["error"]
+    assert len([each for each in ship.text.splitlines() if "hunter2" in each]) == 1, "said once"

@@ -1,0 +1,126 @@
+"""A network that is cut: the instance stops acting before the server lets go of it, and comes back as somebody new.
+
+Real network namespaces, real links taken down: no packet passes and nobody is told, which no proxy can imitate.
+"""
+
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.fleet import Fleet, Mode, Ship, by_name
+from tests.support.postgres import Postgres, eventually, server
+from tests.support.tools import network_namespaces
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network namespace with one cable to here."""
+
+    name: str
+    here: str
+    there: str
+
+    def cable(self, state: str) -> None:
+        subprocess.run(["ip", "link", "set", f"{self.name}h", state], check=True)
+
+    def status(self, port: int, path: str = "/health/ready") -> int:
+        """Ask from inside, where the instance can be reached although nobody outside can."""
+        code = (
+            "import sys, urllib.request, urllib.error\n"
+            "try: print(urllib.request.urlopen(sys.argv[1], timeout=5).status)\n"
+            "except urllib.error.HTTPError as error: print(error.code)\n"
+        )
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-c", code, f"http://127.0.0.1:{port}{path}"]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    network_namespaces()
+    number = secrets.randbelow(200) + 20
+    made = Network(f"fl{secrets.token_hex(3)}", f"10.77.{number}.1", f"10.77.{number}.2")
+    steps = [
+        f"ip netns add {made.name}",
+        f"ip link add {made.name}h type veth peer name {made.name}n",
+        f"ip link set {made.name}n netns {made.name}",
+        f"ip addr add {made.here}/24 dev {made.name}h",
+        f"ip link set {made.name}h up",
+        f"ip netns exec {made.name} ip addr add {made.there}/24 dev {made.name}n",
+        f"ip netns exec {made.name} ip link set {made.name}n up",
+        f"ip netns exec {made.name} ip link set lo up",
+    ]
+    try:
+        for step in steps:
+            subprocess.run(step.split(), check=True, capture_output=True)
+        yield made
+    finally:
+        subprocess.run(["ip", "netns", "del", made.name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{made.name}h"], check=False, capture_output=True)
+
+
+@pytest.fixture
+def reachable_postgres() -> Iterator[Postgres]:
+    with server(configuration="listen_addresses = '*'\n") as running:
+        with (running.data / "pg_hba.conf").open("a") as rules:
+            rules.write("host all all 10.77.0.0/16 trust\n")
+        running.command("pg_ctl", "reload", "-D", str(running.data))
+        yield running
+
+
+class Islander(Ship):
+    """An instance in a network namespace of its own."""
+
+    def __init__(self, network: Network, postgres: Postgres, log: Path) -> None:
+        self._network = network
+        address = f"postgresql://postgres@{network.here}:{postgres.port}/postgres"
+        super().__init__("serve", address, log, {"FLOTILLA_INSTANCE_NAME": "island"})
+
+    def _command(self, mode: Mode) -> list[str]:
+        return ["ip", "netns", "exec", self._network.name, *super()._command(mode)]
+
+
+def test_a_cut_off_instance_fences_itself_before_the_server_lets_go_and_returns_as_somebody_new(
+    network: Network, reachable_postgres: Postgres, tmp_path: Path
+) -> None:
+    with Fleet(reachable_postgres.address_of(), tmp_path) as fleet:
+        (witness,) = fleet.start()
+        island = Islander(network, reachable_postgres, tmp_path / "island.log")
+        fleet.ships.append(island)
+        eventually(lambda: island.lines("instance.ready"), within=30)
+        assert network.status(island.port) == 200
+        before = by_name(witness.instances())["island"]["id"]
+
+        network.cable("down")
+        cut = time.monotonic()
+        eventually(lambda: network.status(island.port) == 503, every=0.1)
+        fenced = time.monotonic() - cut
+        # It stopped acting, and it is still held by the server: this is the order that makes it safe.
+        assert by_name(witness.instances())["island"]["state"] == "ready"
+        eventually(lambda: by_name(witness.instances())["island"]["state"] == "gone")
+        declared = time.monotonic() - cut
+        assert fenced < declared
+        assert network.status(island.port, "/health/live") == 200
+
+        network.cable("up")
+        eventually(lambda: network.status(island.port) == 200, every=0.1)
+        (lost,) = island.lines("instance.identity_lost")
+        assert lost["id"] == before
+        assert by_name(witness.instances())["island"]["id"] > before
+
+
+def test_a_short_cut_costs_nothing_but_the_wait(network: Network, reachable_postgres: Postgres, tmp_path: Path) -> None:
+    with Fleet(reachable_postgres.address_of(), tmp_path) as fleet:
+        island = Islander(network, reachable_postgres, tmp_path / "island.log")
+        fleet.ships.append(island)
+        eventually(lambda: island.lines("instance.ready"), within=30)
+        network.cable("down")
+        time.sleep(1)
+        network.cable("up")
+        eventually(lambda: network.status(island.port) == 200, every=0.1)
+        assert not island.lines("instance.identity_lost")

@@ -1,0 +1,145 @@
+"""Deploys drop nothing: three instances behind HAProxy, each restarted in turn three times, under constant load.
+
+HAProxy only checks `/health/ready`; it retries nothing, so that every request that fails is counted. The same test
+without the drain delay must fail, or it would show nothing.
+"""
+
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import httpx
+import pytest
+
+from tests.support.fleet import Fleet, Ship
+from tests.support.postgres import eventually, free_port
+from tests.support.tools import program
+
+CHECK_MS = 100
+CONFIGURATION = """
+global
+    maxconn 2000
+defaults
+    mode http
+    timeout connect 2s
+    timeout client 30s
+    timeout server 30s
+    retries 0
+frontend entry
+    bind 127.0.0.1:{port}
+    default_backend instances
+backend instances
+    balance roundrobin
+    option httpchk GET /health/ready
+    http-check expect status 200
+{servers}
+"""
+
+
+class Load:
+    """Requests without pause, each on a new connection, until told to stop; every failure is kept."""
+
+    def __init__(self, url: str) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._url = url
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(each,)) for each in range(4)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def failed(self) -> Counter[str]:
+        return Counter({outcome: count for outcome, count in self.outcomes.items() if outcome != "200"})
+
+    def _run(self, number: int) -> None:
+        # Half of them keep their connection to HAProxy, half take a new one each time; every fourth request is slow.
+        kept = httpx.Client(timeout=30)
+        with kept:
+            while not self._stop.is_set():
+                seconds = 0.3 if sum(self.outcomes.values()) % 4 == 0 else 0
+                try:
+                    get = kept.get if number % 2 else httpx.get
+                    answer = get(f"{self._url}/trial/slow?seconds={seconds}", timeout=30)
+                    self.outcomes[str(answer.status_code)] += 1
+                except httpx.TransportError as error:
+                    self.outcomes[type(error).__name__] += 1
+                time.sleep(0.01)
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    return [free_port() for _ in range(3)]
+
+
+@pytest.fixture
+def entry(ports: list[int], tmp_path: Path) -> Iterator[str]:
+    """HAProxy before three ports, whatever is on them."""
+    port = free_port()
+    servers = "\n".join(
+        f"    server s{number} 127.0.0.1:{each} check inter {CHECK_MS}ms fall 2 rise 1"
+        for number, each in enumerate(ports)
+    )
+    configuration = tmp_path / "haproxy.cfg"
+    configuration.write_text(CONFIGURATION.format(port=port, servers=servers))
+    process = subprocess.Popen([program("haproxy"), "-db", "-f", str(configuration)], stderr=subprocess.DEVNULL)
+    yield f"http://127.0.0.1:{port}"
+    process.send_signal(signal.SIGTERM)
+    process.wait()
+
+
+def restart_each_three_times(fleet: Fleet, entry: str, ports: list[int], drain_delay: str) -> Load:
+    ships = [fleet.launch(port=port, FLOTILLA_DRAIN_DELAY=drain_delay) for port in ports]
+    for ship in ships:
+        ship.wait_ready()
+    # All three in rotation before the load begins.
+    eventually(lambda: [httpx.get(f"{entry}/trial/slow?seconds=0").status_code for _ in range(6)] == [200] * 6)
+    with Load(entry) as load:
+        for _ in range(3):
+            for number, ship in enumerate(ships):
+                ship.terminate()
+                ship.wait_exit()
+                ships[number] = fleet.launch(port=ports[number], FLOTILLA_DRAIN_DELAY=drain_delay)
+                ships[number].wait_ready()
+                back_in_rotation(entry, ships[number])
+    return load
+
+
+def back_in_rotation(entry: str, ship: Ship) -> None:
+    """Wait until HAProxy sends requests to this instance again: its access log says so."""
+
+    def served() -> bool:
+        httpx.get(f"{entry}/trial/slow?seconds=0")
+        return "/trial/slow" in ship.text
+
+    eventually(served)
+
+
+@pytest.mark.timeout(240)
+def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
+    fleet: Fleet, entry: str, ports: list[int]
+) -> None:
+    load = restart_each_three_times(fleet, entry, ports, drain_delay="0.8")
+
+    assert load.outcomes["200"] > 300
+    assert not load.failed
+    assert not [line for ship in fleet.ships for line in ship.errors()]
+
+
+@pytest.mark.timeout(240)
+def test_without_the_drain_delay_the_same_restarts_do_fail_requests(fleet: Fleet, entry: str, ports: list[int]) -> None:
+    load = restart_each_three_times(fleet, entry, ports, drain_delay="0")
+
+    assert load.failed

@@ -1,0 +1,352 @@
+"""The ordered shutdown, seen from outside and read from the record, under each way to run the service."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+
+from tests.support.fleet import ROOT, Fleet, Mode, Ship, environment, run
+from tests.support.postgres import Postgres, eventually, free_port
+
+STEPS = ["flag", "drain", "scheduler", "executor", "unlink", "pool"]
+ALONE: list[Mode] = ["serve", "uvicorn"]
+EVERY: list[Mode] = ["serve", "uvicorn", "workers"]
+
+
+def listening(ship: Ship) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        return probe.connect_ex(("127.0.0.1", ship.port)) == 0
+
+
+def records(address: str) -> dict[str, list[dict[str, Any]]]:
+    """What the rows of the gone say of their shutdowns."""
+    with psycopg.connect(address) as session:
+        rows = session.execute("SELECT name, shutdown FROM flotilla.instances WHERE state = 'gone'").fetchall()
+    return dict(rows)
+
+
+def in_background(work: Callable[[], httpx.Response]) -> "threading.Thread":
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("mode", EVERY)
+def test_ready_says_503_while_the_listener_still_accepts(fleet: Fleet, mode: Mode) -> None:
+    (ship,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="1.5")
+    ship.terminate()
+    seen: list[int | None] = []
+    while listening(ship):
+        seen.append(ship.status())
+        time.sleep(0.05)
+    ship.wait_exit()
+
+    first = seen.index(503)
+    refusals = [status for status in seen[first:] if status is not None]
+    assert len(refusals) >= 5, seen
+    assert set(refusals) == {503}
+    assert set(seen[:first]) <= {200}
+
+
+@pytest.mark.parametrize("mode", EVERY)
+def test_a_request_in_flight_finishes_and_new_ones_are_served_until_the_listener_closes(
+    fleet: Fleet, mode: Mode
+) -> None:
+    (ship,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="0.5")
+    with ThreadPoolExecutor() as pool:
+        flying = [pool.submit(httpx.get, f"{ship.url}/trial/slow?seconds=2", timeout=30) for _ in range(4)]
+        time.sleep(0.3)
+        ship.terminate()
+        time.sleep(0.2)
+        late = httpx.get(f"{ship.url}/trial/slow?seconds=0", timeout=30)
+        answers = [each.result() for each in flying]
+    ship.wait_exit()
+
+    assert late.status_code == 200
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert ship.errors() == []
+
+
+@pytest.mark.parametrize("mode", EVERY)
+def test_a_stream_of_events_is_ended_cleanly_and_told_to_come_back(fleet: Fleet, mode: Mode) -> None:
+    (ship,) = fleet.start(1, mode)
+    with httpx.stream("GET", f"{ship.url}/trial/events", timeout=30) as stream:
+        received = b""
+        for chunk in stream.iter_bytes():
+            received += chunk
+            if received.count(b"data:") == 3:
+                ship.terminate()
+    # No exception: the response had a proper end.
+    ship.wait_exit()
+
+    lines = received.decode().strip().splitlines()
+    assert lines[-1].startswith("retry: ")
+    assert 500 <= int(lines[-1].removeprefix("retry: ")) <= 3000
+    assert ship.errors() == []
+
+
+def test_a_download_in_flight_is_left_to_finish(fleet: Fleet) -> None:
+    (ship,) = fleet.start()
+    with httpx.stream("GET", f"{ship.url}/trial/download?seconds=2", timeout=30) as download:
+        chunks = download.iter_raw()
+        size = len(next(chunks))
+        ship.terminate()
+        size += sum(len(chunk) for chunk in chunks)
+    assert size == 2000
+    assert ship.wait_exit() is not None
+    assert ship.errors() == []
+
+
+@pytest.mark.parametrize("mode", EVERY)
+def test_the_steps_are_taken_in_order_logged_and_kept_in_the_row(fleet: Fleet, mode: Mode) -> None:
+    (ship,) = fleet.start(1, mode)
+    expected = 2 if mode == "workers" else 1
+    eventually(lambda: len(ship.lines("instance.ready")) == expected)
+    ship.terminate()
+    ship.wait_exit()
+
+    kept = records(fleet.address)
+    assert len(kept) == expected
+    for name, record in kept.items():
+        assert [entry["step"] for entry in record] == STEPS
+        assert {entry["outcome"] for entry in record} == {"done"}
+        assert all(entry["ms"] >= 0 for entry in record)
+        drain = next(entry for entry in record if entry["step"] == "drain")
+        assert drain["ms"] >= 300, "the drain delay was not kept"
+        logged = [line for line in ship.lines("shutdown.step") if line["instance"] == name]
+        assert [line["step"] for line in logged] == STEPS
+        assert [line["ms"] for line in logged] == [entry["ms"] for entry in record]
+    assert len(ship.lines("shutdown.finished")) == expected
+    assert ship.errors() == []
+
+
+@pytest.mark.parametrize("mode", ALONE)
+def test_leadership_is_handed_on_at_the_flag_and_not_at_the_end(fleet: Fleet, mode: Mode) -> None:
+    (first,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="6")
+    (second,) = fleet.start(1, mode)
+    eventually(lambda: second.instances()["leader"] == first.me()["name"])
+    first.terminate()
+
+    eventually(lambda: second.instances()["leader"] == second.me()["name"], within=4)
+    draining = {each["name"]: each["state"] for each in second.instances()["instances"]}
+    assert sorted(draining.values()) == ["draining", "ready"]
+    first.terminate()
+    first.wait_exit()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("mode", EVERY)
+def test_a_second_signal_skips_the_wait(fleet: Fleet, mode: Mode, number: int) -> None:
+    (ship,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="30", FLOTILLA_DRAIN_TIMEOUT="5", FLOTILLA_PAUSE_TIMEOUT="2")
+    expected = 2 if mode == "workers" else 1
+    eventually(lambda: len(ship.lines("instance.ready")) == expected)
+    processes = [each["pid"] for each in ship.instances()["instances"]]
+    ship.signal(number)
+    eventually(lambda: len(ship.lines("shutdown.step")) == expected and ship.status() == 503)
+    # uvicorn's parent passes one signal on and no second: the workers themselves are told.
+    for process in processes:
+        os.kill(process, number)
+
+    ship.wait_exit(within=15)
+    kept = records(fleet.address)
+    assert len(kept) == expected
+    for record in kept.values():
+        assert [entry["step"] for entry in record] == STEPS
+        assert {entry["outcome"] for entry in record} == {"done"}
+
+
+@pytest.mark.parametrize("mode", ALONE)
+def test_down_asks_an_instance_through_the_database_and_it_leaves_in_order(fleet: Fleet, mode: Mode) -> None:
+    ship, other = fleet.start(2, mode)
+    name = ship.me()["name"]
+    asked = run("down", name, address=fleet.address)
+
+    assert asked.returncode == 0, asked.stderr
+    assert f"{name}: gone" in asked.stdout
+    ship.wait_exit()
+    assert [entry["step"] for entry in records(fleet.address)[name]] == STEPS
+    assert other.is_ready()
+    assert ship.errors() == []
+
+
+def test_down_works_even_when_its_notification_is_lost(fleet: Fleet) -> None:
+    (ship,) = fleet.start()
+    with psycopg.connect(fleet.address) as session:
+        session.execute("UPDATE flotilla.instances SET drain_requested_at = clock_timestamp()")
+    ship.wait_exit(within=20)
+
+
+PATCH = """
+import asyncio
+from app.fleet.engine.executor import Executor
+
+async def hang(self):
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass  # the worst kind
+
+Executor._stop = hang
+from tests.support import trial_routes
+"""
+RUN = "import hanging; from app.fleet.cli import main; main()"
+
+
+class Hanging(Ship):
+    """An instance whose executor never stops."""
+
+    def _command(self, mode: Mode) -> list[str]:
+        self.log.with_name("hanging.py").write_text(PATCH)
+        self.log.with_name("hanging_app.py").write_text("import hanging\nfrom app.main import app\n")
+        port = ["--port", str(self.port)]
+        if mode == "serve":
+            return [sys.executable, "-c", RUN, "serve", *port]
+        workers = ["--workers", "2"] if mode == "workers" else []
+        return [sys.executable, "-m", "uvicorn", "hanging_app:app", *port, *workers]
+
+
+@pytest.fixture
+def hanging(address: str, tmp_path: Path) -> Iterator[Callable[..., Hanging]]:
+    ships: list[Hanging] = []
+
+    def start(mode: Mode, **env: str) -> Hanging:
+        folder = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+        ships.append(Hanging(mode, address, tmp_path / "hanging.log", folder | env))
+        return ships[-1].wait_ready()
+
+    yield start
+    for ship in ships:
+        ship.end()
+
+
+@pytest.mark.parametrize("mode", EVERY)
+def test_a_step_that_hangs_is_cut_at_its_limit_and_the_others_still_happen(
+    hanging: Callable[..., Hanging], address: str, mode: Mode
+) -> None:
+    ship = hanging(mode, FLOTILLA_PAUSE_TIMEOUT="1")
+    eventually(lambda: len(ship.lines("instance.ready")) == (2 if mode == "workers" else 1))
+    ship.terminate()
+    ship.wait_exit()
+
+    for record in records(address).values():
+        assert [entry["step"] for entry in record] == STEPS
+        outcomes = {entry["step"]: entry["outcome"] for entry in record}
+        assert outcomes == dict.fromkeys(STEPS, "done") | {"executor": "cut"}
+        cut = next(entry for entry in record if entry["step"] == "executor")
+        assert 900 <= cut["ms"] < 10_000
+    assert {line["step"] for line in ship.lines("shutdown.step") if line["outcome"] == "cut"} == {"executor"}
+
+
+def end_with_in_flight(fleet: Fleet, path: str) -> Ship:
+    """Run an instance to its end while a request is in flight that would never end by itself."""
+    (ship,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_TIMEOUT="1")
+    flying = in_background(lambda: swallow(ship.url + path))
+    eventually(lambda: "flotilla_requests_in_flight 2.0" in ship.client.get("/metrics").text)
+    ship.client.close()
+    ship.terminate()
+    ship.wait_exit(within=20)
+    flying.join()
+    return ship
+
+
+def test_requests_that_never_end_are_cut_and_the_rest_of_the_shutdown_happens(fleet: Fleet) -> None:
+    """Plain uvicorn would wait for them for ever, and never run the lifespan's end."""
+    end_with_in_flight(fleet, "/trial/slow?seconds=3600")
+    (record,) = records(fleet.address).values()
+    assert [entry["step"] for entry in record] == STEPS
+    assert record[-1]["outcome"] == "done"
+
+
+def test_a_cancelled_request_has_the_database_until_it_has_tidied_up(fleet: Fleet) -> None:
+    """uvicorn cancels what is over its limit and forgets it; the pool stays open for as long as our own count says."""
+    end_with_in_flight(fleet, "/trial/tidy")
+    with psycopg.connect(fleet.address) as session:
+        assert session.execute("SELECT to_regclass('public.tidied')").fetchone() != (None,)
+
+
+def swallow(url: str) -> httpx.Response:
+    try:
+        return httpx.get(url, timeout=60)
+    except httpx.TransportError:
+        return httpx.Response(599)
+
+
+def test_the_watchdog_ends_a_process_that_cannot_end_itself(fleet: Fleet) -> None:
+    """The event loop is blocked for good: no step can be taken any more, and the log still says why."""
+    short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "20"}
+    (ship,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="1", **short)
+    ship.terminate()
+    eventually(lambda: ship.status() == 503)
+    stuck = in_background(lambda: swallow(f"{ship.url}/trial/block?seconds=60"))
+
+    assert ship.wait_exit() == 70
+    (line,) = ship.lines("shutdown.watchdog")
+    assert line["step"] == "drain"
+    stuck.join()
+
+
+def test_nothing_is_left_in_the_database_after_an_orderly_end(fleet: Fleet, postgres: Postgres) -> None:
+    ships = fleet.start(2)
+    for ship in ships:
+        ship.terminate()
+    for ship in ships:
+        ship.wait_exit()
+    with postgres.session() as session:
+        name = fleet.address.rpartition("/")[2]
+        left = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s"
+        eventually(lambda: session.execute(left, [name]).fetchone() == (0,))
+
+
+def test_an_unreachable_database_does_not_hold_up_the_end(own_postgres: Postgres, tmp_path: Path) -> None:
+    with Fleet(own_postgres.address_of(), tmp_path) as fleet:
+        (ship,) = fleet.start()
+        own_postgres.stop("immediate")
+        eventually(lambda: ship.status() == 503)
+        ship.terminate()
+        ship.wait_exit(within=20)
+        assert [line["step"] for line in ship.lines("shutdown.step")] == STEPS
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["uvicorn", "app.main:app", "--reload"], ["fastapi", "dev"]],
+    ids=["uvicorn --reload", "fastapi dev"],
+)
+def test_a_reload_at_a_desk_does_not_wait_for_load_balancers(address: str, tmp_path: Path, command: list[str]) -> None:
+    """The daily loop: a change ends the old process at once, and the new one is ready."""
+    watched = tmp_path / "watched"
+    watched.mkdir()
+    (watched / "anything.py").write_text("")
+    log = tmp_path / "reload.log"
+    port = free_port()
+    env = {"FLOTILLA_DRAIN_DELAY": "25", "PYTHONWARNINGS": "default"}
+    with log.open("wb") as target:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, "--port", str(port), "--reload-dir", str(watched)],
+            cwd=ROOT,
+            env=environment(address, env),
+            stdout=target,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        eventually(lambda: log.read_text().count('"instance.ready"') == 1, within=30)
+        (watched / "anything.py").write_text("changed = True\n")
+        eventually(lambda: log.read_text().count('"instance.ready"') == 2, within=20)
+        eventually(lambda: swallow(f"http://127.0.0.1:{port}/health/ready").status_code == 200)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(20)

@@ -1,0 +1,1 @@
+"""One process and a real PostgreSQL."""

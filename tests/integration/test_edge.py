@@ -1,0 +1,288 @@
+"""What a client meets: one shape for every error, ids, limits, headers, keys, and probes that say little."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from app.fleet.http.auth import make_key
+from app.fleet.http.problems import KINDS
+from app.fleet.http.readiness import CACHED_FOR
+from tests.support.postgres import Postgres
+from tests.support.proxy import Proxy
+from tests.support.service import Running, service
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def running(address: str) -> AsyncIterator[Running]:
+    async with service(address) as own:
+        yield own
+
+
+def is_problem(answer: httpx.Response, slug: str, status: int | None = None) -> dict[str, object]:
+    """Check the one shape, and return the body."""
+    body: dict[str, object] = answer.json()
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.status_code == (status or KINDS[slug].status) == body["status"]
+    assert body["type"] == f"/problems/{slug}"
+    assert body["title"]
+    assert body["detail"]
+    assert body["request_id"] == answer.headers["x-request-id"]
+    return body
+
+
+# -- probes -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_probes_say_their_status_and_nothing_else(running: Running) -> None:
+    live = await running.client.get("/health/live")
+    ready = await running.client.get("/health/ready")
+    assert (live.status_code, live.json()) == (200, {"status": "alive"})
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
+
+
+async def test_instances_has_the_promised_shape(running: Running) -> None:
+    view = (await running.client.get("/health/instances")).json()
+    assert set(view) == {"namespace", "self", "leader", "instances", "anomalies"}
+    promised = {"id", "name", "run_id", "state", "hostname", "pid", "version", "started_at", "heartbeat_age_ms"}
+    promised |= {"leader", "running", "locks", "workspace"}
+    (me,) = view["instances"]
+    assert promised <= set(me)
+    assert me["name"] == view["self"]
+    assert me["state"] == "ready"
+    assert me["locks"] == []
+
+
+async def test_a_flood_of_probes_asks_the_database_once(running: Running) -> None:
+    database = running.context.database
+    await running.client.get("/health/ready")
+    before = database.figures()["requests_num"]
+    answers = await asyncio.gather(*(running.client.get("/health/ready") for _ in range(200)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert database.figures()["requests_num"] - before <= 1
+
+
+async def test_ready_is_503_as_soon_as_the_flag_is_up_without_any_cache(running: Running) -> None:
+    assert (await running.client.get("/health/ready")).status_code == 200
+    running.context.course.drain("testing")
+    answer = await running.client.get("/health/ready")
+    assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+    assert answer.headers["connection"] == "close"
+    assert (await running.client.get("/health/live")).status_code == 200
+
+
+async def test_a_busy_pool_does_not_make_an_instance_unready(address: str) -> None:
+    async with (
+        service(address, pool_min=1, pool_max=1, pool_timeout=0.2) as running,
+        running.context.database.connection(),
+    ):
+        assert (await running.client.get("/health/ready")).status_code == 200
+
+
+async def test_a_probe_is_answered_even_when_the_database_swallows_every_question(
+    address: str, postgres: Postgres
+) -> None:
+    name = address.rpartition("/")[2]
+    with Proxy(("127.0.0.1", postgres.port)) as proxy:
+        async with service(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}") as running:
+            proxy.swallow()
+            await asyncio.sleep(CACHED_FOR + 0.1)
+            answer = await asyncio.wait_for(running.client.get("/health/ready"), 5)
+            assert (answer.status_code, answer.json()["status"]) == (503, "unavailable")
+            assert (await running.client.get("/health/live")).status_code == 200
+            proxy.heal()
+            proxy.cut()
+
+
+# -- problems ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_unknown_path_is_a_problem(running: Running) -> None:
+    is_problem(await running.client.get("/nowhere"), "not-found")
+
+
+async def test_a_wrong_method_is_a_problem_that_names_the_right_ones(running: Running) -> None:
+    answer = await running.client.delete("/health/live")
+    is_problem(answer, "method-not-allowed")
+    assert answer.headers["allow"] == "GET"
+
+
+async def test_a_field_that_does_not_fit_is_named_and_what_was_sent_is_not_repeated(running: Running) -> None:
+    answer = await running.client.post("/trial/parcels", json={"weight": "s3cret"})
+    body = is_problem(answer, "invalid")
+    assert "body.weight" in str(body["detail"])
+    assert body["errors"] == [
+        {"field": "body.weight", "message": "Input should be a valid integer, unable to parse string as an integer"}
+    ]
+    assert "s3cret" not in answer.text
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"weight": }', b"\xff\xfe", b"[1, 2"])
+async def test_a_malformed_body_is_a_problem(running: Running, content: bytes) -> None:
+    answer = await running.client.post("/trial/parcels", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in {400, 422}
+    is_problem(answer, "invalid" if answer.status_code == 422 else "bad-request")
+
+
+async def test_a_wrong_content_type_is_415_and_says_which_is_right(running: Running) -> None:
+    answer = await running.client.post(
+        "/trial/parcels", content=b"weight=3", headers={"content-type": "application/x-www-form-urlencoded"}
+    )
+    body = is_problem(answer, "unsupported-media-type")
+    assert "application/json" in str(body["detail"])
+
+
+async def test_a_declared_length_over_the_limit_is_refused_before_anything_is_read(address: str) -> None:
+    read = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(64):
+            read += 1024
+            yield b"x" * 1024
+
+    async with service(address, max_body=2048) as running:
+        headers = {"content-length": str(64 * 1024), "content-type": "application/octet-stream"}
+        answer = await running.client.post("/trial/raw", content=chunks(), headers=headers)
+        is_problem(answer, "payload-too-large")
+    assert read <= 1024
+
+
+async def test_a_body_that_grows_over_the_limit_undeclared_is_refused_too(address: str) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(64):
+            yield b"x" * 1024
+
+    async with service(address, max_body=2048) as running:
+        for path, content_type in (("/trial/raw", "application/octet-stream"), ("/trial/parcels", "application/json")):
+            answer = await running.client.post(path, content=chunks(), headers={"content-type": content_type})
+            is_problem(answer, "payload-too-large")
+        within = await running.client.post(
+            "/trial/raw", content=b"x" * 2048, headers={"content-type": "application/octet-stream"}
+        )
+        assert within.status_code == 200
+
+
+async def test_an_unexpected_error_tells_its_request_id_and_nothing_of_the_inside(running: Running) -> None:
+    answer = await running.client.get("/trial/fail")
+    body = is_problem(answer, "internal")
+    assert "hunter2" not in answer.text
+    assert answer.headers["x-request-id"] in str(body["detail"])
+
+
+async def test_a_busy_pool_is_503_with_when_to_try_again(address: str) -> None:
+    async with (
+        service(address, pool_min=1, pool_max=1, pool_timeout=0.2) as running,
+        running.context.database.connection(),
+    ):
+        answer = await running.client.get("/trial/database")
+        is_problem(answer, "unavailable")
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_every_kind_of_problem_has_the_page_its_type_leads_to(running: Running) -> None:
+    overview = (await running.client.get("/problems")).text
+    for slug, kind in KINDS.items():
+        page = await running.client.get(f"/problems/{slug}")
+        assert page.status_code == 200
+        assert kind.title in page.text
+        assert f"/problems/{slug}" in overview
+    is_problem(await running.client.get("/problems/none-such"), "not-found")
+
+
+# -- headers and ids --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/nowhere", "/trial/fail"])
+async def test_every_answer_carries_the_security_headers_and_an_id(running: Running, path: str) -> None:
+    answer = await running.client.get(path)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["x-frame-options"] == "DENY"
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert len(answer.headers["x-request-id"]) == 32
+    assert "strict-transport-security" not in answer.headers
+
+
+async def test_a_sensible_request_id_is_kept_and_another_is_replaced(running: Running) -> None:
+    for given, kept in (("abc-123.x:y", True), ("a" * 129, False), ("has spaces", False), ('"quoted"', False)):
+        answer = await running.client.get("/health/live", headers={"x-request-id": given})
+        assert (answer.headers["x-request-id"] == given) is kept
+
+
+async def test_requests_in_flight_are_counted_and_given_back_however_they_end(running: Running) -> None:
+    slow = asyncio.create_task(running.client.get("/trial/slow?seconds=0.3"))
+    while not running.context.in_flight:  # noqa: ASYNC110 — a count, which nothing announces
+        await asyncio.sleep(0.01)
+    assert running.context.in_flight == 1
+    await slow
+    for path in ("/nowhere", "/trial/fail", "/health/live"):
+        await running.client.get(path)
+    cancelled = asyncio.create_task(running.client.get("/trial/slow?seconds=60"))
+    await asyncio.sleep(0.05)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert running.context.in_flight == 0
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+async def test_keys_open_what_their_scope_contains_and_nothing_else(address: str) -> None:
+    keys = {scope: make_key(scope, scope) for scope in ("read", "operate", "admin")}
+    lines = ",".join(line for _, line in keys.values())
+    async with service(address, api_keys=lines) as running:
+        for path in ("/health/live", "/health/ready", "/problems"):
+            assert (await running.client.get(path)).status_code == 200, "probes and problem pages stay open"
+        for path in ("/health/instances", "/metrics", "/trial/database"):
+            refused = await running.client.get(path)
+            is_problem(refused, "unauthorized")
+            assert refused.headers["www-authenticate"].startswith("Bearer")
+            for key, _ in keys.values():
+                assert (await running.client.get(path, headers={"authorization": f"Bearer {key}"})).status_code == 200
+                assert (await running.client.get(path, headers={"x-api-key": key})).status_code == 200
+        wrong = await running.client.get("/metrics", headers={"authorization": "Bearer flotilla_wrong"})
+        is_problem(wrong, "unauthorized")
+        parcel = {"weight": 1}
+        answers = {
+            scope: await running.client.post("/trial/parcels", json=parcel, headers={"x-api-key": key})
+            for scope, (key, _) in keys.items()
+        }
+        is_problem(answers["read"], "forbidden")
+        assert answers["operate"].status_code == answers["admin"].status_code == 200
+
+
+async def test_no_key_is_told_apart_by_its_settings_line(address: str) -> None:
+    """Whoever reads the settings has hashes, and a hash opens nothing."""
+    _, line = make_key("reader", "read")
+    async with service(address, api_keys=line) as running:
+        for stolen in (line, line.split(":")[2]):
+            is_problem(await running.client.get("/metrics", headers={"x-api-key": stolen}), "unauthorized")
+
+
+async def test_production_shows_no_schema_and_sends_hsts(address: str) -> None:
+    _, line = make_key("reader", "read")
+    async with service(address, environment="production", api_keys=line, migrate_on_start=True) as running:
+        for path in ("/openapi.json", "/docs", "/redoc"):
+            is_problem(await running.client.get(path), "not-found")
+        answer = await running.client.get("/health/live")
+        assert answer.headers["strict-transport-security"].startswith("max-age=")
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+async def test_metrics_show_link_pool_leader_and_requests(running: Running) -> None:
+    for _ in range(200):
+        text = (await running.client.get("/metrics")).text
+        if "flotilla_leader 1.0" in text:
+            break
+        await asyncio.sleep(0.02)
+    assert "flotilla_leader 1.0" in text
+    assert "flotilla_link_up 1.0" in text
+    assert "flotilla_pool_up 1.0" in text
+    assert "flotilla_requests_in_flight 1.0" in text
+    assert 'flotilla_pool_connections{state="idle"}' in text

@@ -1,0 +1,345 @@
+"""The link and the leader's queue, one instance at a time, where something must be seen from the database's side."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from app.fleet.cluster.leader import Leader
+from app.fleet.cluster.link import Callbacks, Link
+from app.fleet.cluster.registry import RELINK_GRACE, Identity, Register, Registration, Session
+from app.fleet.db import migrations
+from app.fleet.db.direct import LEASE, DirectSession, open_session
+from app.fleet.db.namespace import Namespace
+from app.fleet.errors import FleetError, NameTaken
+from tests.support.postgres import Postgres, eventually
+from tests.support.proxy import Proxy
+
+POSTGRES_VERSIONS = (18, 16)
+NAMESPACE = Namespace("flotilla")
+REGISTER = Register(NAMESPACE)
+
+
+@pytest.fixture
+def home(address: str) -> str:
+    migrations.migrate(address, NAMESPACE)
+    return address
+
+
+@contextmanager
+def linked(address: str, callbacks: Callbacks | None = None, name: str | None = None) -> Iterator[Link]:
+    wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12, name=name)
+    link = Link(address, REGISTER, wanted, callbacks or Callbacks())
+    link.join()
+    try:
+        yield link
+    finally:
+        link.leave("left", [], 5)
+
+
+@contextmanager
+def queued(address: str, link: Link) -> Iterator[Leader]:
+    leader = Leader(address, REGISTER, link)
+    leader.start()
+    try:
+        yield leader
+    finally:
+        leader.step_down()
+        leader.join(5)
+
+
+def leading(leaders: list[Leader]) -> list[Leader]:
+    return [each for each in leaders if each.leading]
+
+
+def test_neither_the_leader_nor_those_who_wait_hold_back_vacuum_or_index_builds(home: str) -> None:
+    """What a plain wait for an advisory lock would do: hold a snapshot for as long as it waits."""
+    with linked(home) as one, linked(home) as two, queued(home, one) as first, queued(home, two) as second:
+        eventually(lambda: leading([first, second]))
+        with psycopg.connect(home, autocommit=True) as session:
+            find = (
+                "SELECT wait_event_type = 'Lock', backend_xmin IS NULL, backend_xid IS NULL FROM pg_stat_activity "
+                "WHERE application_name LIKE '%/turn/%' AND datname = current_database() ORDER BY 1 NULLS FIRST"
+            )
+
+            def one_leads_one_waits_and_neither_holds_anything() -> bool:
+                rows = session.execute(find).fetchall()
+                # The leader is in a look for a moment now and then; asked again until both are at rest.
+                return len(rows) == 2 and rows[-1][0] is True and all(row[1:] == (True, True) for row in rows)
+
+            eventually(one_leads_one_waits_and_neither_holds_anything)
+            session.execute("CREATE TABLE big AS SELECT generate_series(1, 100) AS n")
+            session.execute("SET statement_timeout = '5s'")
+            session.execute("CREATE INDEX CONCURRENTLY ON big (n)")
+
+
+def test_the_next_in_the_queue_leads_as_soon_as_the_leader_steps_down(home: str) -> None:
+    with linked(home) as one, linked(home) as two, queued(home, one) as first:
+        eventually(lambda: first.leading)
+        with queued(home, two) as second:
+            time.sleep(0.3)
+            assert not second.leading
+            first.step_down()
+            eventually(lambda: second.leading)
+            assert not first.leading
+
+
+def test_there_is_one_leader_at_a_time_through_many_hand_overs(home: str) -> None:
+    with linked(home) as one, linked(home) as two, linked(home) as three:
+        leaders = [Leader(home, REGISTER, link) for link in (one, two, three)]
+        for each in leaders:
+            each.start()
+        with psycopg.connect(home, autocommit=True) as session:
+            for _ in range(10):
+                backend = eventually(lambda: leading_backend(session))
+                session.execute("SELECT pg_terminate_backend(%s)", [backend])
+                hand_over_from(session, backend)
+        for each in leaders:
+            each.step_down()
+            each.join(5)
+
+
+def leading_backend(session: psycopg.Connection[tuple[object, ...]]) -> int | None:
+    """The backend of the one leader; an assertion, if there were two."""
+    leaders = [each.id for each in REGISTER.list(session) if each.leader]
+    assert len(leaders) <= 1
+    found = session.execute("SELECT turn_pid FROM flotilla.instances WHERE id = ANY(%s)", [leaders]).fetchone()
+    return None if found is None else int(str(found[0]))
+
+
+def hand_over_from(session: psycopg.Connection[tuple[object, ...]], backend: int) -> None:
+    eventually(lambda: leading_backend(session) not in {None, backend})
+
+
+def living(session: Session, identifier: int) -> bool:
+    return not REGISTER.is_gone(session, identifier)
+
+
+def seconds_until_gone(session: Session, identifier: int) -> float:
+    began = time.monotonic()
+    eventually(lambda: not living(session, identifier))
+    return time.monotonic() - began
+
+
+def test_a_lock_that_a_restart_took_away_is_given_time_to_come_back(home: str) -> None:
+    """The row says on which server its lock was taken. On this one it never was, so it is no sign of death yet."""
+    with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
+        dying = open_session(home, application="test", lease=None)
+        other = REGISTER.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        session.execute("UPDATE flotilla.instances SET server_started_at = now() - interval '1 day' WHERE id = 2")
+        assert other.id == 2
+        dying.close()
+        with queued(home, link) as leader:
+            eventually(lambda: leader.looks)
+            assert seconds_until_gone(session, other.id) > RELINK_GRACE * 0.8
+
+
+@contextmanager
+def leader_and_another(home: str) -> Iterator[tuple[Link, Session, DirectSession, int]]:
+    """A leader, a session to look with, and the session and id of another instance that lives."""
+    with (
+        linked(home) as link,
+        queued(home, link) as leader,
+        psycopg.connect(home, autocommit=True) as session,
+        open_session(home, application="test", lease=None) as theirs,
+    ):
+        eventually(lambda: leader.leading)
+        other = REGISTER.join(theirs, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        yield link, session, theirs, other.id
+
+
+def test_a_leader_whose_own_link_was_just_broken_judges_nobody_in_a_hurry(home: str) -> None:
+    """What ended its session may have ended everyone's: a crash of the server keeps the server's start time."""
+    with leader_and_another(home) as (link, session, theirs, other):
+        session.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE '%/link/%'")
+        eventually(lambda: link.figures.relinks == 1)
+        theirs.close()
+        assert seconds_until_gone(session, other) > RELINK_GRACE * 0.5
+
+
+def test_without_either_a_free_lock_is_a_death_within_moments(home: str) -> None:
+    with leader_and_another(home) as (_, session, theirs, other):
+        theirs.close()
+        assert seconds_until_gone(session, other) < RELINK_GRACE * 0.5
+
+
+def test_a_defect_in_what_a_death_asks_for_costs_a_try_and_not_the_leader(home: str) -> None:
+    tries: list[int] = []
+
+    def fail_once(_: Session, identifiers: Sequence[int]) -> None:
+        tries.extend(identifiers)
+        if len(tries) == 1:
+            raise RuntimeError("a defect in a room above")
+
+    with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
+        dying = open_session(home, application="test", lease=None)
+        other = REGISTER.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        leader = Leader(home, Register(NAMESPACE, [fail_once]), link)
+        leader.start()
+        dying.close()
+        seconds_until_gone(session, other.id)
+        assert tries == [other.id, other.id]
+        eventually(lambda: leader.leading)
+        leader.step_down()
+        leader.join(5)
+
+
+def test_a_server_that_stops_answering_is_given_up_before_its_lease_ends(home: str, postgres: Postgres) -> None:
+    """Packets are acknowledged and nothing answers: no TCP timer sees that, only patience does."""
+    name = home.rpartition("/")[2]
+    with Proxy(("127.0.0.1", postgres.port)) as proxy:
+        broken = threading.Event()
+        callbacks = Callbacks(on_broken=lambda _: broken.set())
+        with linked(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}?connect_timeout=2", callbacks) as link:
+            before = link.identity
+            assert link.holds()
+            logged = len(postgres.log.read_text())
+            proxy.swallow()
+            began = time.monotonic()
+            eventually(lambda: not link.holds())
+            assert broken.wait(LEASE)
+            assert time.monotonic() - began < LEASE, "the server let go first"
+            proxy.heal()
+            # The former session is still there, and holds the presence: it is ended, not waited for.
+            eventually(link.holds, within=10)
+            assert link.identity == before
+            log = postgres.log.read_text()[logged:]
+            assert "terminating connection due to administrator command" in log
+            assert "idle-session timeout" not in log, "it was waited for"
+
+
+def test_what_it_holds_ends_by_the_clock_alone_even_if_its_thread_cannot_run(
+    home: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is stuck notices nothing: no error, no timeout. The clock must be enough."""
+    monkeypatch.setattr(DirectSession, "patience", None)
+    name = home.rpartition("/")[2]
+    with Proxy(("127.0.0.1", postgres.port)) as proxy:
+        broken = threading.Event()
+        callbacks = Callbacks(on_broken=lambda _: broken.set())
+        with linked(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}", callbacks) as link:
+            proxy.swallow()
+            began = time.monotonic()
+            eventually(lambda: not link.holds())
+            assert time.monotonic() - began < LEASE, "the server let go first"
+            assert not broken.is_set(), "the thread was not stuck"
+            proxy.cut()
+
+
+def test_whoever_gave_up_waiting_for_an_announcement_does_not_end_the_link(home: str) -> None:
+    """PostgreSQL was slow, and the one who asked has gone on: the link says it all the same, and lives."""
+    refused: list[FleetError] = []
+    with linked(home, Callbacks(on_refused=refused.append)) as link, psycopg.connect(home, autocommit=True) as session:
+        with session.transaction():
+            session.execute("SELECT FROM flotilla.instances FOR UPDATE")
+            # The next beat waits for this row.
+            given_up = link.say("ready")
+            time.sleep(0.3)
+            assert given_up.cancel()
+        link.say("draining").result(10)
+        assert [each.state for each in REGISTER.list(session)] == ["draining"]
+        assert link.holds()
+    assert not refused
+
+
+def test_a_lost_identity_is_dropped_completely_before_there_is_a_new_one(home: str, postgres: Postgres) -> None:
+    order: list[str] = []
+    dropped = threading.Event()
+
+    def lost(identity: Identity) -> None:
+        order.append(f"lost {identity.id}")
+        time.sleep(0.3)
+        order.append("dropped")
+        dropped.set()
+
+    callbacks = Callbacks(on_lost=lost, on_joined=lambda identity: order.append(f"joined {identity.id}"))
+    with linked(home, callbacks) as link, psycopg.connect(home, autocommit=True) as session:
+        former = link.identity
+        assert former is not None
+        session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [former.id])
+        assert dropped.wait(10)
+        current = eventually(lambda: link.identity)
+        assert link.figures.identities_lost == 1
+    assert order == [f"joined {former.id}", f"lost {former.id}", "dropped", f"joined {current.id}"]
+    assert current.id > former.id
+    assert current.name == former.name
+    assert current.run_id == former.run_id
+    assert postgres
+
+
+def test_a_chosen_name_that_was_taken_meanwhile_makes_the_latecomer_leave(home: str) -> None:
+    refused: list[FleetError] = []
+    callbacks = Callbacks(on_refused=refused.append)
+    with linked(home, callbacks, name="harbour") as link, psycopg.connect(home, autocommit=True) as session:
+        former = link.identity
+        assert former is not None
+        # Declared gone, and its name taken, before it could notice.
+        with session.transaction():
+            session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [former.id])
+            with linked_by_row(session, "harbour"):
+                pass
+        eventually(lambda: refused)
+        assert isinstance(refused[0], NameTaken)
+        assert not link.holds()
+
+
+@contextmanager
+def linked_by_row(session: psycopg.Connection[tuple[object, ...]], name: str) -> Iterator[None]:
+    """Another instance of this name, presence lock and all, on the given session."""
+    wanted = Registration(run_id=uuid4(), hostname="there", pid=2, version="test", connections=12, name=name)
+    REGISTER.join(session, wanted, "ready")
+    yield
+
+
+def test_the_link_that_is_refused_at_once_says_why(home: str) -> None:
+    with linked(home, name="harbour"), pytest.raises(NameTaken), linked(home, name="harbour"):
+        pass
+
+
+def test_notifications_stay_in_their_namespace(address: str) -> None:
+    heard: dict[str, list[str]] = {"one": [], "two": []}
+    links = []
+    for name, payloads in heard.items():
+        namespace = Namespace(name)
+        migrations.migrate(address, namespace)
+        wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12)
+        callbacks = Callbacks(on_notification=payloads.append)
+        links.append(Link(address, Register(namespace), wanted, callbacks))
+        links[-1].join()
+    with psycopg.connect(address, autocommit=True) as session:
+        session.execute("SELECT pg_notify('one', 'for one')")
+        session.execute("SELECT pg_notify('two', 'for two')")
+        eventually(lambda: all(f"for {name}" in payloads for name, payloads in heard.items()))
+    for link in links:
+        link.leave("left", [], 5)
+    assert "for two" not in heard["one"]
+    assert "for one" not in heard["two"]
+
+
+def wait_for_relinks(links: list[Link], than: list[int]) -> None:
+    eventually(lambda: all(link.figures.relinks > former for link, former in zip(links, than, strict=True)))
+
+
+def test_many_links_broken_at_once_all_keep_their_identity(home: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        links = []
+        for _ in range(8):
+            wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12)
+            links.append(Link(home, REGISTER, wanted, Callbacks()))
+        before = list(pool.map(lambda link: link.join(), links))
+        with queued(home, links[0]) as leader, psycopg.connect(home, autocommit=True) as session:
+            eventually(lambda: leader.leading)
+            for _ in range(5):
+                relinks = [link.figures.relinks for link in links]
+                session.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE application_name LIKE '%/link/%' AND datname = current_database()"
+                )
+                wait_for_relinks(links, relinks)
+        assert [link.identity for link in links] == before
+        list(pool.map(lambda link: link.leave("left", [], 5), links))

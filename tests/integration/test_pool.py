@@ -1,0 +1,197 @@
+"""The pool survives what real databases do, and serves again within two seconds of the database being back."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import psycopg
+import pytest
+from psycopg_pool import PoolTimeout
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from app.fleet.db import dsn
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Database, DatabaseAway
+from app.settings import Settings
+from tests.support.postgres import Postgres
+from tests.support.proxy import Proxy
+
+pytestmark = pytest.mark.anyio
+SOON = 2.0
+
+
+@asynccontextmanager
+async def pool(address: str, **settings: object) -> AsyncIterator[Database]:
+    given = Settings.load(database_url=address, **{"pool_min": 10, "pool_max": 10, **settings})
+    database = Database(given, dsn.resolve(given), Namespace("flotilla"))
+    await database.start()
+    try:
+        yield database
+    finally:
+        await database.stop()
+
+
+async def ask(database: Database) -> int:
+    async with database.session() as session:
+        return int((await session.execute(text("SELECT 42"))).scalar_one())
+
+
+async def seconds_until_served(database: Database, within: float = 30) -> float:
+    """Ask until ten questions in a row are answered."""
+    began = time.monotonic()
+    served = 0
+    while served < 10:
+        try:
+            await ask(database)
+            served += 1
+        except (psycopg.Error, DBAPIError, DatabaseAway):
+            served = 0
+            await asyncio.sleep(0.02)
+        assert time.monotonic() - began < within, "the pool never served again"
+    return time.monotonic() - began
+
+
+async def test_every_connection_broken_by_a_restart_is_replaced_at_the_first_error(own_postgres: Postgres) -> None:
+    async with pool(own_postgres.address_of()) as database:
+        await ask(database)
+        await asyncio.to_thread(own_postgres.stop, "immediate")
+        await asyncio.to_thread(own_postgres.start_again)
+        failures = 0
+        for _ in range(50):
+            try:
+                await ask(database)
+            except (psycopg.Error, DBAPIError, DatabaseAway):
+                failures += 1
+        # One finds out; without the drain, each of the ten would be found out by somebody.
+        assert failures <= 2
+        assert await seconds_until_served(database) < SOON
+
+
+async def test_after_an_outage_it_serves_within_two_seconds_of_the_database_being_back(own_postgres: Postgres) -> None:
+    async with pool(own_postgres.address_of()) as database:
+        await asyncio.to_thread(own_postgres.stop, "immediate")
+        with pytest.raises((psycopg.Error, DBAPIError)):
+            await ask(database)
+        assert not database.healthy
+        # Long enough for every backoff that could be in the way to have grown.
+        await asyncio.sleep(8)
+        await asyncio.to_thread(own_postgres.start_again)
+        assert await seconds_until_served(database) < SOON
+        assert database.healthy
+
+
+async def test_while_the_database_is_away_requests_fail_quickly_and_say_so(own_postgres: Postgres) -> None:
+    async with pool(own_postgres.address_of()) as database:
+        await asyncio.to_thread(own_postgres.stop, "immediate")
+        with pytest.raises((psycopg.Error, DBAPIError)):
+            await ask(database)
+        began = time.monotonic()
+        results = await asyncio.gather(*(ask(database) for _ in range(50)), return_exceptions=True)
+        assert {type(result) for result in results} == {DatabaseAway}
+        assert time.monotonic() - began < 4
+
+
+async def test_a_failover_to_the_other_host_of_the_address_is_found(own_postgres: Postgres) -> None:
+    standby = await asyncio.to_thread(own_postgres.standby, own_postgres.home.parent / "standby")
+    try:
+        both = (
+            f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{standby.port} user=postgres dbname=postgres "
+            f"target_session_attrs=read-write"
+        )
+        async with pool(both) as database:
+            await ask(database)
+            await asyncio.to_thread(own_postgres.stop, "immediate")
+            await asyncio.to_thread(standby.promote)
+            assert await seconds_until_served(database) < SOON
+            async with database.session() as session:
+                port = (await session.execute(text("SELECT inet_server_port()"))).scalar_one()
+                await session.execute(text("CREATE TABLE proof_of_writing ()"))
+            assert port == standby.port
+    finally:
+        await asyncio.to_thread(standby.destroy)
+
+
+async def test_a_primary_demoted_under_us_is_left_at_the_first_refused_write(
+    own_postgres: Postgres, postgres: Postgres
+) -> None:
+    """Reads still work on it, so only a write shows that it is no primary any more."""
+    both = f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{postgres.port} user=postgres dbname=postgres"
+    async with pool(both) as database:
+        await ask(database)
+        with own_postgres.session() as session:
+            session.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+            session.execute("SELECT pg_reload_conf()")
+        await asyncio.sleep(0.2)
+        await ask(database)
+        with pytest.raises(DBAPIError) as refused:
+            async with database.session() as session_:
+                await session_.execute(text("CREATE TABLE refused ()"))
+        assert isinstance(refused.value.orig, psycopg.errors.ReadOnlySqlTransaction)
+
+        assert await seconds_until_served(database) < SOON
+        async with database.session() as session_:
+            assert (await session_.execute(text("SELECT inet_server_port()"))).scalar_one() == postgres.port
+
+
+async def test_half_open_connections_are_dropped_when_somebody_suspects(postgres: Postgres, address: str) -> None:
+    name = address.rpartition("/")[2]
+    with Proxy(("127.0.0.1", postgres.port)) as proxy:
+        async with pool(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}") as database:
+            await ask(database)
+            proxy.swallow()
+            proxy.heal()
+            # Every idle connection is dead and does not know it. The link finds out first, and says so.
+            database.suspect("the link broke")
+            assert await seconds_until_served(database) < SOON
+
+
+async def test_connections_that_are_reset_are_replaced(postgres: Postgres, address: str) -> None:
+    name = address.rpartition("/")[2]
+    with Proxy(("127.0.0.1", postgres.port)) as proxy:
+        async with pool(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}") as database:
+            await ask(database)
+            proxy.cut()
+            assert await seconds_until_served(database) < SOON
+
+
+async def test_a_busy_pool_is_no_outage(address: str) -> None:
+    async with pool(address, pool_min=1, pool_max=1, pool_timeout=0.2) as database:
+        async with database.connection():
+            with pytest.raises(PoolTimeout):
+                async with database.connection():
+                    pass
+            await database.ping()
+        assert database.healthy
+        assert database.outages == 0
+
+
+async def test_a_failed_statement_is_no_outage(address: str) -> None:
+    async with pool(address, statement_timeout=0.2) as database:
+        for statement in ("SELECT 1/0", "SELECT * FROM nowhere", "SELECT pg_sleep(5)"):
+            with pytest.raises(DBAPIError):
+                async with database.session() as session:
+                    await session.execute(text(statement))
+            with pytest.raises(psycopg.Error):
+                async with database.connection() as connection:
+                    await connection.execute(statement.encode())
+        assert database.healthy
+        assert database.outages == 0
+
+
+async def test_sessions_borrow_from_the_one_pool_and_give_back(address: str) -> None:
+    async with pool(address, pool_min=2, pool_max=2) as database:
+        for _ in range(20):
+            await ask(database)
+        async with database.session() as first, database.session() as second:
+            await first.execute(text("SELECT 1"))
+            await second.execute(text("SELECT 1"))
+            assert database.figures()["pool_available"] == 0
+        assert database.figures()["pool_available"] == 2
+        with suppress(ValueError):
+            async with database.session() as session:
+                await session.execute(text("CREATE TABLE never_there ()"))
+                raise ValueError("undo this")
+        async with database.session() as session:
+            assert (await session.execute(text("SELECT to_regclass('never_there')"))).scalar_one() is None

@@ -1,0 +1,203 @@
+"""A database nobody could be safe on is refused before anything is written, with what to do about it."""
+
+import asyncio
+
+import psycopg
+import pytest
+
+from app.fleet.db import dsn, preflight
+from app.fleet.doctor import Level, examine
+from app.fleet.errors import (
+    DatabaseReadOnly,
+    DatabaseTooOld,
+    DatabaseUnreachable,
+    DirectConnectionRequired,
+    SettingsError,
+)
+from app.settings import Settings
+from tests.support.old_postgres import OldPostgres
+from tests.support.pgbouncer import pgbouncer
+from tests.support.postgres import Postgres, free_port, server
+from tests.support.service import service
+
+
+def check(address: str, direct: str | None = None) -> None:
+    preflight.check_direct(dsn.resolve(Settings.load(database_url=address, database_direct_url=direct)))
+
+
+def test_a_fit_database_passes(address: str) -> None:
+    check(address)
+
+
+def test_postgresql_16_passes_too() -> None:
+    with server(version=16) as older:
+        check(older.address_of())
+
+
+def test_an_unreachable_database_is_named_without_its_password() -> None:
+    with pytest.raises(DatabaseUnreachable) as error:
+        check(f"postgresql://app:hunter2@127.0.0.1:{free_port()}/app")
+    assert "127.0.0.1" in str(error.value)
+    assert "Check that it runs" in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_database_that_does_not_exist_is_said_so(postgres: Postgres) -> None:
+    with pytest.raises(DatabaseUnreachable, match='database "nowhere" does not exist'):
+        check(postgres.address_of("nowhere"))
+
+
+@pytest.mark.parametrize("nonsense", ["not an address", "postgresql://app:hunter2@[db/x", "http://db:hunter2@x"])
+def test_nonsense_instead_of_an_address_is_refused_without_being_repeated(nonsense: str) -> None:
+    with pytest.raises(SettingsError, match="the form is") as error:
+        check(nonsense)
+    assert "hunter2" not in str(error.value)
+
+
+def test_an_address_does_not_show_its_password_by_accident() -> None:
+    addresses = dsn.resolve(Settings.load(database_url="postgresql://app:hunter2@db/app"))
+    assert "hunter2" not in repr(addresses)
+    assert addresses.place == "db/app"
+
+
+def test_an_sqlalchemy_address_is_understood(address: str) -> None:
+    check(address.replace("postgresql://", "postgresql+psycopg://"))
+
+
+def test_a_version_before_14_is_refused() -> None:
+    with OldPostgres() as old, pytest.raises(DatabaseTooOld, match="version 13; Flotilla needs 14"):
+        check(old.address)
+
+
+def test_a_standby_is_refused(own_postgres: Postgres) -> None:
+    standby = own_postgres.standby(own_postgres.home.parent / "standby")
+    try:
+        with pytest.raises(DatabaseReadOnly, match="point DATABASE_URL at the primary"):
+            check(standby.address_of())
+        with pytest.raises(DatabaseReadOnly):
+            check(standby.address_of() + "?target_session_attrs=any")
+    finally:
+        standby.destroy()
+
+
+def test_a_server_that_was_set_read_only_is_refused(own_postgres: Postgres) -> None:
+    with own_postgres.session() as session:
+        session.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+        session.execute("SELECT pg_reload_conf()")
+    with pytest.raises(DatabaseReadOnly):
+        check(own_postgres.address_of())
+
+
+@pytest.mark.parametrize("more", ["", "ignore_startup_parameters = options"])
+def test_pgbouncer_in_transaction_mode_is_refused_as_the_direct_address(postgres: Postgres, more: str) -> None:
+    with pgbouncer(postgres, more=more) as port:
+        with pytest.raises(DirectConnectionRequired, match="set DATABASE_DIRECT_URL to PostgreSQL itself"):
+            check(f"postgresql://postgres@127.0.0.1:{port}/postgres")
+        check(f"postgresql://postgres@127.0.0.1:{port}/postgres", direct=postgres.address_of())
+
+
+@pytest.mark.anyio
+async def test_behind_pgbouncer_with_a_direct_address_beside_it_an_instance_serves(
+    postgres: Postgres, address: str
+) -> None:
+    name = address.rpartition("/")[2]
+    with pgbouncer(postgres) as port:
+        through = f"postgresql://postgres@127.0.0.1:{port}/{name}"
+        async with service(through, database_direct_url=address) as running:
+            answers = await asyncio.gather(*(running.client.get("/trial/database") for _ in range(50)))
+            assert {answer.status_code for answer in answers} == {200}
+            assert (await running.client.get("/health/ready")).status_code == 200
+            settings = Settings.load(database_url=through, database_direct_url=address)
+            details = {each.subject: each.detail for each in await asyncio.to_thread(examine, settings)}
+        assert "leads through a pooler" in details["pooler"]
+        assert "1 living instances may open 2 of" in details["connection budget"], "the pool's are the pooler's"
+
+
+# -- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def findings(address: str, **settings: object) -> dict[str, Level]:
+    return {each.subject: each.level for each in examine(Settings.load(database_url=address, **settings))}
+
+
+@pytest.mark.anyio
+async def test_the_doctor_finds_nothing_wrong_with_a_running_service(address: str) -> None:
+    async with service(address):
+        found = await asyncio.to_thread(findings, address)
+    assert found.pop("api keys") is Level.WARNING
+    assert set(found) == {"settings", "database", "schema", "clock", "privileges", "connection budget"}
+    assert set(found.values()) == {Level.OK}
+
+
+@pytest.mark.anyio
+async def test_the_doctor_and_the_anomalies_say_when_the_living_could_open_more_than_the_server_allows(
+    address: str,
+) -> None:
+    async with service(address, pool_max=500, pool_min=1) as running:
+        found = await asyncio.to_thread(examine, Settings.load(database_url=address))
+        (budget,) = [each for each in found if each.subject == "connection budget"]
+        assert budget.level is Level.WARNING
+        assert "lower FLOTILLA_POOL_MAX" in budget.detail
+        (anomaly,) = [
+            each
+            for each in (await running.client.get("/health/instances")).json()["anomalies"]
+            if each["kind"] == "connection_budget"
+        ]
+        assert anomaly["subject"] == "max_connections"
+        assert "502 sessions" in anomaly["detail"]
+        assert anomaly["since"]
+
+
+def test_the_doctor_says_when_migrations_are_missing_and_nobody_will_run_them(address: str) -> None:
+    assert findings(address, migrate_on_start=False)["schema"] is Level.PROBLEM
+    assert findings(address, migrate_on_start=True)["schema"] is Level.OK
+
+
+def test_the_doctor_reports_an_unreachable_database_and_goes_no_further() -> None:
+    found = findings(f"postgresql://app@127.0.0.1:{free_port()}/app")
+    assert found["database"] is Level.PROBLEM
+    assert "schema" not in found
+
+
+@pytest.mark.anyio
+async def test_a_role_that_may_run_but_not_migrate_is_enough_for_an_instance(
+    address: str, postgres: Postgres, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Least privilege, as docs/guides/deploy.md grants it."""
+    async with service(address):
+        pass
+    role = f"runner_{address.rpartition('_')[2]}"
+    grants = (
+        f"CREATE ROLE {role} LOGIN",
+        f"GRANT USAGE ON SCHEMA flotilla TO {role}",
+        f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA flotilla TO {role}",
+        f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA flotilla TO {role}",
+    )
+    name = address.rpartition("/")[2]
+    with psycopg.connect(address, autocommit=True) as session:
+        for grant in grants:
+            session.execute(grant)
+    own = postgres.address_of(name, user=role)
+    try:
+        assert (await asyncio.to_thread(findings, own))["privileges"] is Level.OK
+        async with service(own, migrate_on_start=False) as running:
+            for _ in range(200):
+                if (await running.client.get("/health/instances")).json()["leader"]:
+                    break
+                await asyncio.sleep(0.02)
+            assert (await running.client.get("/health/instances")).json()["leader"]
+        with psycopg.connect(address, autocommit=True) as session:
+            session.execute(f"REVOKE UPDATE ON flotilla.leader_turn FROM {role}")
+        assert (await asyncio.to_thread(findings, own))["privileges"] is Level.PROBLEM
+        caplog.clear()
+        async with service(own, migrate_on_start=False) as running:
+            for _ in range(200):
+                if "leader.not_allowed" in caplog.messages:
+                    break
+                await asyncio.sleep(0.02)
+            assert (await running.client.get("/health/ready")).status_code == 200
+        assert caplog.messages.count("leader.not_allowed") == 1
+    finally:
+        with psycopg.connect(address, autocommit=True) as session:
+            session.execute(f"DROP OWNED BY {role}")
+            session.execute(f"DROP ROLE {role}")

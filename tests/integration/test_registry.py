@@ -1,0 +1,270 @@
+"""The register, interleaved by hand: what two sessions may do between each other's statements."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from app.fleet.cluster.registry import GRACE, Identity, Register, Registration, Session
+from app.fleet.db import migrations
+from app.fleet.db.direct import DirectSession, open_session
+from app.fleet.db.namespace import Lock, Namespace
+from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
+from tests.support.postgres import eventually
+
+POSTGRES_VERSIONS = (18, 16)
+NAMESPACE = Namespace("flotilla")
+
+
+def wanted(name: str | None = None, **more: object) -> Registration:
+    values = {"run_id": uuid4(), "hostname": "here", "pid": 1, "version": "test", "connections": 12}
+    return Registration(name=name, **{**values, **more})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def home(address: str) -> str:
+    migrations.migrate(address, NAMESPACE)
+    return address
+
+
+@contextmanager
+def session(address: str) -> Iterator[DirectSession]:
+    with open_session(address, application="test", lease=None) as own:
+        yield own
+
+
+@pytest.fixture
+def ours(home: str) -> Iterator[DirectSession]:
+    with session(home) as own:
+        yield own
+
+
+@pytest.fixture
+def theirs(home: str) -> Iterator[DirectSession]:
+    with session(home) as own:
+        yield own
+
+
+REGISTER = Register(NAMESPACE)
+
+
+def state(asked: Session, identifier: int) -> str:
+    row = asked.execute(NAMESPACE.sql("SELECT state FROM {schema}.instances WHERE id = %(id)s"), {"id": identifier})
+    found = row.fetchone()
+    assert found is not None
+    return str(found[0])
+
+
+def one_that_died(home: str, witness: Session) -> Identity:
+    """Join and let the session end; return when the server has noticed."""
+    with session(home) as dying:
+        identity = REGISTER.join(dying, wanted(), "ready")
+    eventually(lambda: identity.id in REGISTER.silent(witness))
+    return identity
+
+
+def test_a_row_is_never_there_before_its_lock(home: str, ours: DirectSession, theirs: DirectSession) -> None:
+    """Somebody who looks at any moment of a hundred joinings never sees a living row without its lock."""
+    seen: list[int] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.extend(REGISTER.silent(theirs))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    sessions = []
+    for _ in range(100):
+        sessions.append(open_session(home, application="test", lease=None))
+        REGISTER.join(sessions[-1], wanted(), "ready")
+    done.set()
+    looking.join()
+    for each in sessions:
+        each.close()
+    assert not seen
+    assert ours
+
+
+def test_one_that_lives_cannot_be_declared_gone(ours: DirectSession, theirs: DirectSession) -> None:
+    identity = REGISTER.join(ours, wanted(), "ready")
+    assert REGISTER.declare_gone(theirs, identity.id, "a mistake") is None
+    assert state(theirs, identity.id) == "ready"
+
+
+def test_one_that_died_is_declared_gone_once(home: str, ours: DirectSession, theirs: DirectSession) -> None:
+    identity = one_that_died(home, ours)
+    assert list(REGISTER.silent(ours)) == [identity.id]
+    assert REGISTER.declare_gone(ours, identity.id, "its session ended") == identity.name
+    assert REGISTER.declare_gone(theirs, identity.id, "again") is None
+    assert REGISTER.silent(ours) == {}
+
+
+def test_a_link_that_comes_back_during_the_verdict_waits_and_then_reads_it(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    identity = one_that_died(home, ours)
+    with theirs.transaction():
+        theirs.execute(NAMESPACE.sql("SELECT pg_try_advisory_xact_lock({class}, %(key)s)"), {"key": identity.id})
+        # The verdict is being written. The one it is about comes back now, and must not get in between.
+        assert not REGISTER.take_presence(ours, identity.id)
+        theirs.execute(
+            NAMESPACE.sql("UPDATE {schema}.instances SET state = 'gone' WHERE id = %(id)s"), {"id": identity.id}
+        )
+    assert REGISTER.take_presence(ours, identity.id)
+    assert not REGISTER.relink(ours, identity.id)
+    assert REGISTER.beat(ours, identity.id, "ready", 0) is None
+
+
+def test_a_link_that_comes_back_before_the_verdict_stops_it(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    identity = one_that_died(home, ours)
+    # The leader saw the lock free; before it could decide, the link is up again.
+    assert identity.id in REGISTER.silent(theirs)
+    assert REGISTER.take_presence(ours, identity.id)
+    assert REGISTER.declare_gone(theirs, identity.id, "its session ended") is None
+    assert REGISTER.relink(ours, identity.id)
+
+
+def test_what_a_death_asks_for_commits_with_it_or_not_at_all(home: str, ours: DirectSession) -> None:
+    ours.execute("CREATE TABLE freed (id int)")
+
+    def free(connection: Session, identifiers: object) -> None:
+        assert isinstance(identifiers, list)
+        connection.execute("INSERT INTO freed VALUES (%s)", [identifiers[0]])
+
+    def fail(_: Session, __: object) -> None:
+        raise RuntimeError("a hook that fails")
+
+    identity = one_that_died(home, ours)
+    with pytest.raises(RuntimeError, match="a hook that fails"):
+        Register(NAMESPACE, [free, fail]).declare_gone(ours, identity.id, "its session ended")
+    assert state(ours, identity.id) == "ready"
+    assert ours.execute("SELECT * FROM freed").fetchall() == []
+
+    Register(NAMESPACE, [free]).declare_gone(ours, identity.id, "its session ended")
+    assert ours.execute("SELECT * FROM freed").fetchall() == [(identity.id,)]
+
+
+def test_what_a_death_asks_for_happens_once_whether_it_left_or_was_declared_gone(
+    ours: DirectSession, theirs: DirectSession
+) -> None:
+    deaths: list[object] = []
+    register = Register(NAMESPACE, [lambda _, identifiers: deaths.extend(identifiers)])
+    identity = register.join(ours, wanted(), "ready")
+    theirs.execute(NAMESPACE.sql("UPDATE {schema}.instances SET state = 'gone' WHERE id = %(id)s"), {"id": identity.id})
+    register.leave(ours, identity.id, "left", [])
+    assert deaths == [], "it was declared gone while it was leaving, and that did everything"
+
+    other = register.join(ours, wanted(), "ready")
+    register.leave(ours, other.id, "left", [])
+    register.leave(ours, other.id, "left", [])
+    assert deaths == [other.id]
+
+
+def test_a_name_is_unique_among_the_living_and_free_after_death(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    with session(home) as first:
+        holder = REGISTER.join(first, wanted("harbour"), "ready")
+        with pytest.raises(NameTaken, match=rf"id {holder.id}, pid 1 on here"):
+            REGISTER.join(ours, wanted("harbour"), "ready")
+    began = time.monotonic()
+    heir = REGISTER.join(theirs, wanted("harbour"), "ready")
+    assert heir.id > holder.id
+    assert time.monotonic() - began >= GRACE, "a link that was merely broken had no time to come back"
+
+
+def test_a_holder_that_comes_back_in_its_grace_keeps_its_name(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    first = open_session(home, application="test", lease=None)
+    holder = REGISTER.join(first, wanted("harbour"), "ready")
+    first.close()
+    comeback = threading.Timer(GRACE / 3, lambda: REGISTER.take_presence(theirs, holder.id))
+    comeback.start()
+    with pytest.raises(NameTaken):
+        REGISTER.join(ours, wanted("harbour"), "ready")
+    comeback.join()
+
+
+def test_a_number_whose_name_somebody_chose_by_hand_is_skipped(ours: DirectSession, theirs: DirectSession) -> None:
+    REGISTER.join(ours, wanted("flotilla-1"), "ready")
+    assert REGISTER.join(theirs, wanted(), "ready").name == "flotilla-2"
+
+
+def test_a_former_name_is_taken_again_if_it_is_free_and_given_up_if_not(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    assert REGISTER.join(ours, wanted(former_name="flotilla-9"), "ready").name == "flotilla-9"
+    assert REGISTER.join(theirs, wanted(former_name="flotilla-9"), "ready").name == "flotilla-1"
+    assert home
+
+
+def test_a_workspace_has_one_owner_and_any_number_that_were_forced_in(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    owner = REGISTER.join(ours, wanted(workspace="volume"), "ready")
+    with pytest.raises(WorkspaceTaken, match=f"in use by {owner.name}"):
+        REGISTER.join(theirs, wanted(workspace="volume"), "ready")
+    with session(home) as third:
+        REGISTER.join(theirs, wanted(workspace="volume", workspace_shared=True), "ready")
+        REGISTER.join(third, wanted(workspace="volume", workspace_shared=True), "ready")
+
+
+def test_a_long_namespace_still_gives_names_that_fit(address: str) -> None:
+    long = Namespace("n" * 63)
+    migrations.migrate(address, long)
+    with session(address) as own:
+        identity = Register(long).join(own, wanted(), "ready")
+    assert identity.name == "n" * 61 + "-1"
+
+
+def test_asking_somebody_unknown_to_leave_says_so(ours: DirectSession) -> None:
+    with pytest.raises(InstanceUnknown, match="flotilla list"):
+        REGISTER.request_drain(ours, "nobody", "a test")
+
+
+def test_a_request_to_leave_is_read_from_the_row_at_the_next_beat(ours: DirectSession, theirs: DirectSession) -> None:
+    identity = REGISTER.join(ours, wanted(), "ready")
+    assert REGISTER.beat(ours, identity.id, "ready", 0) == (False, None)
+    REGISTER.request_drain(theirs, identity.name, "a test")
+    assert REGISTER.beat(ours, identity.id, "ready", 0) == (True, "a test")
+
+
+def test_a_former_session_that_still_holds_our_presence_is_ended_and_no_other(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    identity = REGISTER.join(ours, wanted(), "ready")
+    bystander = open_session(home, application="test", lease=None)
+    REGISTER.end_former_session(theirs, identity.id, bystander.info.backend_pid)
+    assert bystander.execute("SELECT 1").fetchone() == (1,), "it holds no presence of ours"
+    bystander.close()
+    REGISTER.end_former_session(theirs, identity.id, ours.info.backend_pid)
+    with pytest.raises(psycopg.OperationalError):
+        ours.execute("SELECT 1")
+
+
+def test_only_rows_long_gone_are_pruned(home: str, ours: DirectSession) -> None:
+    identities: list[Identity] = []
+    for _ in range(3):
+        identities.append(one_that_died(home, ours))
+        REGISTER.declare_gone(ours, identities[-1].id, "its session ended")
+    ours.execute(
+        NAMESPACE.sql("UPDATE {schema}.instances SET gone_at = now() - interval '8 days' WHERE id = %(id)s"),
+        {"id": identities[0].id},
+    )
+    assert REGISTER.prune(ours) == 1
+    assert [each.id for each in REGISTER.list(ours)] == [each.id for each in identities[1:]]
+
+
+def test_lock_keys_of_different_kinds_never_meet() -> None:
+    highest = 2**28 - 1
+    keys = [kind.key(number) for kind in Lock for number in (1, 2, highest)]
+    assert len(set(keys)) == len(keys)
+    assert all(-(2**31) <= key < 2**31 for key in keys)

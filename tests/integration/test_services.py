@@ -1,0 +1,96 @@
+"""Every service keeps the one contract, whatever order it is called in."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from app.fleet.cluster.member import Member
+from app.fleet.db import dsn, migrations
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Database
+from app.fleet.engine.executor import Executor
+from app.fleet.engine.scheduler import Scheduler
+from app.fleet.service import Service
+from app.settings import Settings
+
+pytestmark = pytest.mark.anyio
+KINDS = ["pool", "member", "executor", "scheduler"]
+
+
+@pytest.fixture
+async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
+    """Make any service of the house, fresh."""
+    settings = Settings.load(database_url=address)
+    addresses = dsn.resolve(settings)
+    namespace = Namespace(settings.namespace)
+    await asyncio.to_thread(migrations.migrate, addresses.direct, namespace)
+    shared = Database(settings, addresses, namespace)
+    await shared.start()
+
+    def build(kind: str) -> Service:
+        match kind:
+            case "pool":
+                return Database(settings, addresses, namespace)
+            case "member":
+                return Member(settings, addresses, namespace, shared, version="test", on_leave=print)
+            case "executor":
+                return Executor()
+            case _:
+                return Scheduler()
+
+    yield build
+    await shared.stop()
+
+
+def test_the_list_is_complete() -> None:
+    assert sorted(each.name for each in Service.__subclasses__()) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_stopped_before_it_was_started_it_never_starts(make: Callable[[str], Service], kind: str) -> None:
+    service = make(kind)
+    await service.stop()
+    await service.start()
+    assert not service.running
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_started_and_stopped_twice_it_does_each_once(make: Callable[[str], Service], kind: str) -> None:
+    service = make(kind)
+    await service.start()
+    await service.start()
+    assert service.running
+    await service.stop()
+    await service.stop()
+    assert not service.running
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_after_a_storm_of_starts_and_stops_nothing_of_its_own_is_left(
+    make: Callable[[str], Service], kind: str
+) -> None:
+    tasks, threads = len(asyncio.all_tasks()), {each.name for each in threading.enumerate()}
+    for _ in range(5):
+        service = make(kind)
+        storm = [service.start, service.stop, service.start, service.stop, service.start]
+        await asyncio.gather(*(call() for call in storm))
+        await service.stop()
+        assert not service.running
+    await asyncio.sleep(0.05)
+    left = {each.name for each in threading.enumerate() if not each.name.startswith("asyncio")} - threads
+    assert not left
+    assert len(asyncio.all_tasks()) <= tasks
+
+
+async def test_a_start_that_failed_half_way_can_be_stopped(address: str) -> None:
+    settings = Settings.load(database_url=address)
+    addresses, namespace = dsn.resolve(settings), Namespace("never-migrated")
+    database = Database(settings, addresses, namespace)
+    await database.start()
+    member = Member(settings, addresses, namespace, database, version="test", on_leave=print)
+    with pytest.raises(Exception, match="instance_ids"):
+        await member.start()
+    await member.stop()
+    await database.stop()

@@ -1,0 +1,1 @@
+"""What the tests stand on: servers, processes, proxies. Real ones."""

@@ -1,0 +1,203 @@
+"""Real instances of the service, as processes: started, watched, stopped, frozen and killed.
+
+Every process has its log in a file and its own environment; whatever a test leaves running is killed at its end.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import httpx
+
+from tests.support.postgres import eventually, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+Mode = Literal["serve", "uvicorn", "workers"]
+# Short, so that tests are; the order of the steps is the same.
+QUICK = {"FLOTILLA_DRAIN_DELAY": "0.3", "FLOTILLA_DRAIN_TIMEOUT": "5", "FLOTILLA_PAUSE_TIMEOUT": "2"}
+
+
+class Ship:
+    """One process of the service (with `workers`, a parent and its children)."""
+
+    def __init__(self, mode: Mode, address: str, log: Path, env: Mapping[str, str], port: int | None = None) -> None:
+        self.port = free_port() if port is None else port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self.mode = mode
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+        if mode == "workers":
+            # uvicorn's own parent process leaves its listening socket to the garbage collector.
+            env = {"PYTHONWARNINGS": "error,ignore::ResourceWarning", **env}
+        with log.open("wb") as target:
+            self.process = subprocess.Popen(
+                self._command(mode),
+                cwd=ROOT,
+                env=environment(address, env),
+                stdin=subprocess.DEVNULL,
+                stdout=target,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def status(self, path: str = "/health/ready", timeout: float = 5) -> int | None:
+        """The status of a request on a connection of its own; None if there was no answer."""
+        try:
+            return httpx.get(self.url + path, timeout=timeout).status_code
+        except httpx.TransportError:
+            return None
+
+    def is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the process ended with {self.process.returncode}:\n{self.text}")
+        return self.status() == 200
+
+    def wait_ready(self) -> Self:
+        eventually(self.is_ready, within=60)
+        return self
+
+    def instances(self) -> dict[str, Any]:
+        answer = self.client.get("/health/instances")
+        assert answer.status_code == 200, answer.text
+        view: dict[str, Any] = answer.json()
+        return view
+
+    def me(self) -> dict[str, Any]:
+        """This instance as it sees itself. Not for `workers`, where any of them may answer."""
+        view = self.instances()
+        return next(each for each in view["instances"] if each["name"] == view["self"] and each["state"] != "gone")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def wait_exit(self, within: float = 40) -> int:
+        return self.process.wait(within)
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        """The log lines with this event. Needs `FLOTILLA_LOG_FORMAT=json`, which is what ships have."""
+        found = []
+        for line in self.text.splitlines():
+            if line.startswith("{"):
+                with contextlib.suppress(json.JSONDecodeError):
+                    parsed = json.loads(line)
+                    if parsed.get("event") == event:
+                        found.append(parsed)
+        return found
+
+    def errors(self) -> list[str]:
+        """What in the log should not be in one of an orderly life."""
+        pattern = re.compile(r'"level": "(error|critical)"|Traceback|Exception|never awaited|was destroyed')
+        return [line for line in self.text.splitlines() if pattern.search(line)]
+
+    def end(self) -> None:
+        self.client.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _command(self, mode: Mode) -> list[str]:
+        if mode == "serve":
+            return [sys.executable, "-m", "tests.support.trial_routes", "serve", "--port", str(self.port)]
+        command = [sys.executable, "-m", "uvicorn", "tests.support.trial_app:app", "--port", str(self.port)]
+        return command + (["--workers", "2"] if mode == "workers" else [])
+
+
+class Fleet:
+    """Several of them, on one database."""
+
+    def __init__(self, address: str, folder: Path, **env: str) -> None:
+        self.address = address
+        self.ships: list[Ship] = []
+        self._folder = folder
+        self._env = env
+
+    def launch(self, mode: Mode = "serve", *, port: int | None = None, **env: str) -> Ship:
+        """Start one, without waiting."""
+        log = self._folder / f"{len(self.ships)}.log"
+        ship = Ship(mode, env.pop("DATABASE_URL", self.address), log, {**self._env, **env}, port)
+        self.ships.append(ship)
+        return ship
+
+    def start(self, count: int = 1, mode: Mode = "serve", **env: str) -> list[Ship]:
+        """Start several at once and wait until all are ready."""
+        ships = [self.launch(mode, port=None, **env) for _ in range(count)]
+        return [ship.wait_ready() for ship in ships]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for ship in self.ships:
+            ship.end()
+
+
+def environment(address: str | None, env: Mapping[str, str]) -> dict[str, str]:
+    """A clean environment: nothing of the person who runs the tests leaks in."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLOTILLA_", "DATABASE_"))}
+    own = {"FLOTILLA_LOG_FORMAT": "json", "PYTHONWARNINGS": "error", **QUICK, **env}
+    if address is not None:
+        own["DATABASE_URL"] = address
+    return kept | own
+
+
+def run(*arguments: str, address: str | None = None, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Any:
+    """Run the command line once and return what came of it."""
+    return subprocess.run(
+        [sys.executable, "-m", "app", *arguments],
+        cwd=cwd,
+        env=environment(address, env or {}) | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def by_name(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in view["instances"]}
+
+
+def leader_of(ships: Sequence[Ship]) -> Ship:
+    """The one that leads, once somebody does."""
+
+    def find() -> Ship | None:
+        name = ships[0].instances()["leader"]
+        return next((ship for ship in ships if ship.me()["name"] == name), None)
+
+    return eventually(find)
+
+
+def seconds_until(condition: Callable[[], object], *, within: float = 30, every: float = 0.005) -> float:
+    """How long it took."""
+    began = time.monotonic()
+    eventually(condition, within=within, every=every)
+    return time.monotonic() - began

@@ -1,0 +1,96 @@
+"""A TCP proxy that can misbehave: refuse, cut, or swallow what passes, as networks and half-dead servers do."""
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+from typing import Self
+
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class Proxy:
+    """Passes bytes between a port of its own and a target, until told otherwise."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.listener.getsockname()[1])
+        self._swallowing = threading.Event()
+        self._refusing = threading.Event()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self.listener.close()
+        self.cut()
+
+    def swallow(self) -> None:
+        """From now on nothing passes, in either direction, and nobody is told: a half-open connection."""
+        self._swallowing.set()
+
+    def refuse(self) -> None:
+        """New connections are reset at once."""
+        self._refusing.set()
+
+    def heal(self) -> None:
+        """Pass everything again. Connections that were swallowed stay dead, as they would."""
+        self._swallowing = threading.Event()
+        self._refusing.clear()
+
+    def cut(self) -> None:
+        """Reset every connection there is."""
+        for pair in self._pairs:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+                    end.shutdown(socket.SHUT_RDWR)
+        self._pairs.clear()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            if self._refusing.is_set():
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+                client.close()
+                continue
+            threading.Thread(target=self._serve, args=(client, self._swallowing), daemon=True).start()
+
+    def _serve(self, client: socket.socket, swallowing: threading.Event) -> None:
+        with client:
+            try:
+                server = socket.create_connection(self.target, timeout=5)
+            except OSError:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+                return
+            server.settimeout(None)
+            self._pairs.append((client, server))
+            with server, selectors.DefaultSelector() as ready, contextlib.suppress(OSError):
+                ready.register(client, selectors.EVENT_READ, server)
+                ready.register(server, selectors.EVENT_READ, client)
+                self._pass_on(ready, swallowing)
+
+    def _pass_on(self, ready: selectors.BaseSelector, swallowing: threading.Event) -> None:
+        while not self._closed:
+            for key, _ in ready.select(0.2):
+                source, sink = key.fileobj, key.data
+                assert isinstance(source, socket.socket)
+                data = source.recv(65536)
+                if swallowing.is_set():
+                    if not data:
+                        # Not even the end of one side reaches the other.
+                        ready.unregister(source)
+                    continue
+                if not data:
+                    return
+                sink.sendall(data)

@@ -1,0 +1,35 @@
+"""The service in this very process, with a real database: for tests of what one instance answers."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+from fastapi import FastAPI
+
+from app.fleet.http.context import Context
+from app.main import create_app
+from app.settings import Settings
+from tests.support import trial_routes
+
+assert trial_routes.router.routes
+
+
+@dataclass(frozen=True)
+class Running:
+    app: FastAPI
+    client: httpx.AsyncClient
+    context: Context
+
+
+@asynccontextmanager
+async def service(address: str, **settings: object) -> AsyncIterator[Running]:
+    """Run it, its lifespan included."""
+    quick = {"drain_delay": 0.0, "drain_timeout": 2.0, "pause_timeout": 1.0}
+    app = create_app(Settings.load(database_url=address, **{**quick, **settings}))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://service") as client,
+    ):
+        yield Running(app, client, app.state.fleet)

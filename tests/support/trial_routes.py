@@ -1,0 +1,96 @@
+"""Routes that only tests need, put where a service's own routes go; run as a module, it is the command line.
+
+They stand for what users write: slow handlers, streams, handlers that block the loop, bodies that must fit.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Body
+from fastapi.responses import StreamingResponse
+from fastapi.sse import EventSourceResponse
+from pydantic import BaseModel
+from sqlalchemy import text
+
+from app import routes
+from app.fleet.http.context import InContext
+
+router = APIRouter(prefix="/trial")
+
+
+class Parcel(BaseModel):
+    weight: int
+    label: str = ""
+
+
+@router.get("/slow")
+async def slow(seconds: float) -> dict[str, float]:
+    await asyncio.sleep(seconds)
+    return {"slept": seconds}
+
+
+@router.get("/block")
+async def block(seconds: float) -> dict[str, float]:
+    time.sleep(seconds)  # noqa: ASYNC251 — the mistake this route is for
+    return {"blocked": seconds}
+
+
+@router.get("/events", response_class=EventSourceResponse)
+async def events() -> AsyncIterator[dict[str, int]]:
+    number = 0
+    while True:
+        yield {"n": number}
+        number += 1
+        await asyncio.sleep(0.05)
+
+
+@router.get("/download")
+async def download(seconds: float) -> StreamingResponse:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(int(seconds * 10)):
+            yield b"x" * 100
+            await asyncio.sleep(0.1)
+
+    return StreamingResponse(chunks(), media_type="application/octet-stream")
+
+
+@router.post("/parcels")
+async def parcels(parcel: Parcel) -> Parcel:
+    return parcel
+
+
+@router.post("/raw")
+async def raw(body: Annotated[bytes, Body(media_type="application/octet-stream")]) -> int:
+    return len(body)
+
+
+@router.get("/fail")
+async def fail() -> None:
+    raise RuntimeError("the password is hunter2")
+
+
+@router.get("/database")
+async def database(context: InContext) -> int:
+    async with context.database.session() as session:
+        return int((await session.execute(text("SELECT 42"))).scalar_one())
+
+
+@router.get("/tidy")
+async def tidy(context: InContext) -> None:
+    """Take long, and when cancelled need half a second and the database to put things in order."""
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        await asyncio.sleep(0.5)
+        async with context.database.session() as session:
+            await session.execute(text("CREATE TABLE public.tidied ()"))
+
+
+routes.router.include_router(router)
+
+if __name__ == "__main__":
+    from app.fleet.cli import main
+
+    main()

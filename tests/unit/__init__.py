@@ -1,0 +1,1 @@
+"""One function or class at a time; no database."""

@@ -1,0 +1,517 @@
+"""The documentation is complete and true: what the code has is described, and what is described, the code has.
+
+Pages are read as people read them: tables by their columns, links by where they lead.
+"""
+
+import ast
+import fnmatch
+import importlib
+import os
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import typer
+import yaml
+from dotenv import dotenv_values
+from fastapi import FastAPI
+
+from app import fleet, main, routes
+from app.fleet.cli import app as command_line
+from app.fleet.cluster import anomalies
+from app.fleet.db.namespace import Lock
+from app.fleet.db.tables import metadata
+from app.fleet.errors import FleetError
+from app.fleet.http.problems import KINDS
+from app.fleet.settings import FleetSettings, known_names
+from app.fleet.telemetry.metrics import DEFINITIONS
+from app.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+LEVELS = {"debug", "info", "warning", "error"}
+
+
+# -- reading pages ----------------------------------------------------------------------------------------------------
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def rows(page: Path, column: str) -> list[dict[str, str]]:
+    """The rows of every table of a page that has this column, by the names of their columns."""
+    found = []
+    header: list[str] | None = None
+    for line in without_code(page.read_text()).splitlines():
+        if not line.startswith("|"):
+            header = None
+            continue
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        if header is None:
+            header = cells
+        elif column in header and not set(line) <= set("|- :"):
+            assert len(cells) == len(header), f"{page.name}: a row of {len(cells)} cells: {line}"
+            found.append(dict(zip(header, cells, strict=True)))
+    assert found, f"{page.name} has no table with a column {column!r}"
+    return found
+
+
+def by_name(page: Path, column: str) -> dict[str, dict[str, str]]:
+    """The rows by the first name in the given column; a name twice is a mistake."""
+    named = [(codes(row[column])[0], row) for row in rows(page, column) if codes(row[column])]
+    assert len({name for name, _ in named}) == len(named), f"{page.name} has a row twice"
+    return dict(named)
+
+
+def codes(text: str) -> list[str]:
+    """What stands in backquotes."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def plain(text: str) -> str:
+    return text.replace("`", "")
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The text of each second-level heading."""
+    parts = re.split(r"^## (.+)$", page.read_text(), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def links(page: Path) -> Iterator[str]:
+    """Where the relative links of a page lead."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that a page's headings can be reached by."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("| A | B |\n|---|---|\n| `x` | y \\| z |\n\n| C |\n|---|\n| `w` |\n")
+    assert rows(page, "A") == [{"A": "`x`", "B": "y | z"}]
+    assert by_name(page, "C") == {"w": {"C": "`w`"}}
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """A default as the pages write it."""
+    if value is None or value == ():
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def described_settings() -> dict[str, dict[str, str]]:
+    """The rows of the page, by the name with the prefix."""
+    found = {}
+    for row in rows(REFERENCE / "settings.md", "Variable"):
+        (name,) = [name for name in codes(row["Variable"]) if name.startswith("FLOTILLA_")]
+        assert name not in found, f"{name} has two rows"
+        found[name] = row
+    return found
+
+
+def test_every_setting_has_a_row_with_its_default_and_nothing_else_does() -> None:
+    described = {name: plain(row["Default"]) for name, row in described_settings().items()}
+    fields = FleetSettings.model_fields.items()
+    assert described == {f"FLOTILLA_{name.upper()}": shown(field.default) for name, field in fields}
+
+
+def test_every_setting_says_what_it_means_and_what_happens_when_it_is_wrong() -> None:
+    for name, row in described_settings().items():
+        assert row["Meaning"], name
+        assert row["When it is wrong"], name
+
+
+def test_a_default_that_depends_on_the_environment_is_described_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    development = Settings.load()
+    monkeypatch.setattr(FleetSettings, "_is_fit_for_production", lambda _: None)
+    production = Settings.load(environment="production")
+    meaning = {name: row["Meaning"] for name, row in described_settings().items()}
+    delay = f"{production.drain_delay_seconds:g} in production, {development.drain_delay_seconds:g} in development"
+    assert delay in meaning["FLOTILLA_DRAIN_DELAY"]
+    migrates = {shown(each.migrates_on_start): each.environment for each in (development, production)}
+    text = " ".join(f"`{value}` in {environment}," for value, environment in migrates.items()).rstrip(",")
+    assert text in meaning["FLOTILLA_MIGRATE_ON_START"]
+
+
+def test_the_example_of_an_environment_has_every_setting_commented_out_with_its_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    assert all(not line or line.startswith("# ") for line in lines)
+    settings = [(above, line[2:]) for above, line in pairwise(lines) if is_setting(line)]
+    assert all(above.startswith("# ") and not is_setting(above) for above, _ in settings), "each has a line above it"
+
+    uncommented = tmp_path / ".env"
+    uncommented.write_text("\n".join(line for _, line in settings))
+    given = {name if name.startswith("FLOTILLA_") else f"FLOTILLA_{name}" for name in dotenv_values(uncommented)}
+    assert given == known_names(FleetSettings)
+    assert len(settings) == len(given), "a setting stands there twice"
+    defaults = FleetSettings.load()
+    monkeypatch.setitem(FleetSettings.model_config, "env_file", str(uncommented))
+    assert FleetSettings.load() == defaults
+
+
+def is_setting(line: str) -> bool:
+    return re.match(r"# [A-Z_]+=", line) is not None
+
+
+# -- metrics, logs ----------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_has_a_row_with_its_type_and_labels_and_nothing_else_does() -> None:
+    described = {
+        name: (row["Type"], tuple(codes(row["Labels"])))
+        for name, row in by_name(REFERENCE / "metrics.md", "Name").items()
+    }
+    assert described == {each.name: (each.kind, each.labels) for each in DEFINITIONS}
+
+
+def test_every_metric_says_what_it_means_and_what_to_alert_on() -> None:
+    for name, row in by_name(REFERENCE / "metrics.md", "Name").items():
+        assert row["Meaning"], name
+        assert row["Alert on"], name
+
+
+def logged() -> dict[str, tuple[set[str], set[str], bool]]:
+    """Every event that the code logs: its levels, its fields, and whether there are some that cannot be read here."""
+    found: dict[str, tuple[set[str], set[str], bool]] = {}
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(call, ast.Call) and is_log(call.func)):
+                continue
+            names = [each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant)]
+            assert names, f"{path.name}:{call.lineno} logs an event whose name is not written there"
+            for name in names:
+                levels, fields, open_ended = found.get(str(name), (set(), set(), False))
+                levels = levels | {cast("ast.Attribute", call.func).attr}
+                fields = fields | {each.arg for each in call.keywords if each.arg is not None}
+                found[str(name)] = levels, fields, open_ended or any(each.arg is None for each in call.keywords)
+    return found
+
+
+def is_log(function: ast.expr) -> bool:
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr in LEVELS
+        and isinstance(function.value, ast.Name)
+        and function.value.id == "log"
+    )
+
+
+def test_whatever_is_made_to_log_is_called_log() -> None:
+    """The test below would not see it otherwise."""
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                called = ast.unparse(node.value.func)
+                if called in {"events", "logs.events"}:
+                    assert [ast.unparse(target) for target in node.targets] == ["log"], path
+
+
+def test_every_event_that_is_logged_has_a_row_and_nothing_else_does() -> None:
+    assert set(by_name(REFERENCE / "logs.md", "Event")) == set(logged())
+
+
+@pytest.mark.parametrize("name", sorted(logged()))
+def test_an_events_row_has_its_levels_and_fields(name: str) -> None:
+    row = by_name(REFERENCE / "logs.md", "Event")[name]
+    levels, fields, open_ended = logged()[name]
+    assert set(row["Level"].split(", ")) == levels
+    described = set(codes(row["Fields"]))
+    assert fields <= described if open_ended else fields == described
+    assert row["Meaning"]
+
+
+# -- command line -----------------------------------------------------------------------------------------------------
+
+
+def commands() -> dict[str, Any]:
+    # Typer brings its own copy of click, whose types it does not publish.
+    return dict(cast("Any", typer.main.get_command(command_line)).commands)
+
+
+def test_every_command_has_a_section_and_nothing_else_does() -> None:
+    assert set(sections(REFERENCE / "command-line.md")) == {f"`flotilla {name}`" for name in commands()}
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_a_commands_section_has_its_options_and_their_defaults(name: str, tmp_path: Path) -> None:
+    parameters = {
+        ", ".join(f"`{option}`" for option in each.opts): "required" if each.required else shown(each.default)
+        for each in commands()[name].params
+    }
+    text = sections(REFERENCE / "command-line.md")[f"`flotilla {name}`"]
+    section = tmp_path / "section.md"
+    section.write_text(text)
+    column = next((each for each in ("Option", "Argument or option") if f"| {each} |" in text), None)
+    if column is None:
+        assert not parameters
+        return
+    described = {row[column]: plain(row["Default"]) for row in rows(section, column)}
+    assert described == parameters
+
+
+def test_every_exit_code_of_an_error_is_in_the_table() -> None:
+    described = {row["Exit code"] for row in rows(REFERENCE / "command-line.md", "Exit code")}
+    assert {str(error.exit_code) for error in errors()} <= described
+
+
+# -- errors, problems, anomalies --------------------------------------------------------------------------------------
+
+
+@cache
+def errors() -> tuple[type[FleetError], ...]:
+    """The whole tree, wherever its leaves are; those of tests do not count."""
+    for module in pkgutil.walk_packages([str(ROOT / "app")], "app."):
+        if module.name != "app.__main__":
+            importlib.import_module(module.name)
+    found: list[type[FleetError]] = [FleetError]
+    for each in found:
+        found += [sub for sub in each.__subclasses__() if sub.__module__.startswith("app.")]
+    return tuple(dict.fromkeys(found))
+
+
+def test_every_error_has_a_row_with_its_exit_code_and_nothing_else_does() -> None:
+    described = {name: row["Exit code"] for name, row in by_name(REFERENCE / "errors.md", "Error").items()}
+    assert described == {error.__name__: str(error.exit_code) for error in errors()}
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+    drawing = re.search(r"^```\n(FleetError\n.*?)^```", (REFERENCE / "errors.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert drawing is not None
+    drawn: list[tuple[int, str]] = []
+    for line in drawing[1].splitlines():
+        name = line.lstrip("│├└─ ")
+        drawn.append(((len(line) - len(name)) // 4, name))
+    parents: dict[str, str] = {}
+    way: list[str] = []
+    for depth, name in drawn:
+        parents[name] = way[depth - 1] if depth else ""
+        way[depth:] = [name]
+    real = {error.__name__: "" if error is FleetError else parent(error) for error in errors()}
+    assert parents == real
+
+
+def parent(error: type[FleetError]) -> str:
+    return next(base.__name__ for base in error.__bases__ if issubclass(base, FleetError))
+
+
+def test_every_kind_of_problem_has_a_row_with_its_status_and_nothing_else_does() -> None:
+    described = {name: row["Status"] for name, row in by_name(REFERENCE / "problems.md", "Kind").items()}
+    assert described == {slug: str(kind.status) for slug, kind in KINDS.items()}
+
+
+def test_every_kind_of_anomaly_that_is_found_is_announced() -> None:
+    tree = ast.parse(Path(anomalies.__file__).read_text())
+    made = [
+        call for call in ast.walk(tree) if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Anomaly")
+    ]
+    assert {ast.literal_eval(call.args[0]) for call in made} == set(anomalies.KINDS)
+
+
+@pytest.mark.parametrize("kind", anomalies.KINDS)
+def test_every_kind_of_anomaly_has_a_page_that_says_what_to_see_check_and_do(kind: str) -> None:
+    page = DOCS / "runbook" / f"{kind}.md"
+    assert page.read_text().startswith(f"# {kind}\n")
+    assert list(sections(page))[:3] == ["What you see", "Check", "Remedy"]
+
+
+def test_every_refusal_that_the_runbook_quotes_is_in_the_code() -> None:
+    """The text before and after each `…` of a quotation, word for word."""
+    source = " ".join(texts_of_the_code())
+    quoted = [row["Text"] for row in rows(DOCS / "runbook" / "instance-will-not-start.md", "Text")]
+    fragments = [part.strip() for text in quoted for code in codes(text) for part in re.split("…|;", code)]
+    assert [part for part in fragments if part not in source] == []
+
+
+def texts_of_the_code() -> Iterator[str]:
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+# -- HTTP, Python, database -------------------------------------------------------------------------------------------
+
+
+def paths(service: FastAPI) -> set[str]:
+    return {f"{method.upper()} {path}" for path, methods in service.openapi()["paths"].items() for method in methods}
+
+
+def test_every_endpoint_has_a_row_and_nothing_else_does() -> None:
+    own = FastAPI()
+    own.include_router(routes.router)
+    described = [codes(row["Request"])[0] for row in rows(REFERENCE / "http.md", "Request")]
+    # Without what a service adds, or the tests have added.
+    assert set(described) == paths(main.app) - paths(own)
+    assert len(set(described)) == len(described)
+
+
+def test_the_public_names_are_those_of_the_page() -> None:
+    assert {f"`{name}`" for name in fleet.__all__} == set(sections(REFERENCE / "python.md"))
+    assert all(hasattr(fleet, name) for name in fleet.__all__)
+
+
+def test_every_table_column_and_sequence_has_its_row() -> None:
+    page = REFERENCE / "database.md"
+    tables = {table.name for table in metadata.tables.values()}
+    # SQLAlchemy has no public list of them.
+    sequences = {sequence.name for sequence in cast("Any", metadata)._sequences.values()}
+    described = set(by_name(page, "Object"))
+    assert tables | sequences | {"leader_turn", "alembic_version"} == described
+    columns = [name for row in rows(page, "Column") for name in codes(row["Column"])]
+    assert sorted(columns) == sorted(column.name for column in metadata.tables["instances"].columns)
+
+
+def test_every_kind_of_lock_has_its_row() -> None:
+    described = {row["Lock"] for row in rows(REFERENCE / "database.md", "Lock")}
+    assert {lock.name.lower() for lock in Lock} <= described
+
+
+def test_every_name_of_a_session_has_its_row() -> None:
+    described = {
+        code
+        for row in rows(REFERENCE / "database.md", "`application_name`")
+        for code in codes(row["`application_name`"])
+    }
+    roles = {code.split("/")[2] for code in described if code.count("/") >= 2}
+    named = set()
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        text = path.read_text()
+        named |= set(re.findall(r"flotilla/\{[\w.]+\}/(\w+)", text)) | set(re.findall(r"_application\(f?\"(\w+)", text))
+    assert roles == named
+
+
+def test_the_numbers_of_presence_are_those_of_the_code() -> None:
+    for row in rows(DOCS / "explanation" / "presence-and-death.md", "Constant"):
+        module = codes(row["Where"])[0].removesuffix(".py").replace("/", ".")
+        value = getattr(importlib.import_module(module), codes(row["Constant"])[0])
+        assert row["Value"] == f"{value:g} s", row["Constant"]
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in links(page):
+        path, _, fragment = target.partition("#")
+        leads_to = (page.parent / path).resolve() if path else page
+        assert leads_to.is_relative_to(ROOT), f"{target} leads out of the repository"
+        assert leads_to.exists(), f"{target} leads nowhere"
+        if fragment:
+            assert fragment in anchors(leads_to), f"{target}: no such heading"
+
+
+def test_the_overview_lists_every_page_and_the_readme_leads_to_it() -> None:
+    overview = DOCS / "README.md"
+    listed = {(DOCS / target).resolve() for target in links(overview)}
+    assert listed == set(DOCS.rglob("*.md")) - {overview}
+    assert "docs/README.md" in links(ROOT / "README.md")
+
+
+def test_every_page_that_is_named_anywhere_exists() -> None:
+    """In code, texts and comments too: an error that names a page must not name one that is not there."""
+    for path, text in texts():
+        for named in re.findall(r"\bdocs/[\w/.-]*\w", text):
+            assert list(ROOT.glob(f"{named}*")), f"{path} names {named}"
+
+
+def test_every_command_of_make_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in pages():
+        named = set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE))
+        assert named <= targets, page
+
+
+def test_every_command_of_ours_that_is_named_exists() -> None:
+    for page in pages():
+        named = set(re.findall(r"(?:`|^|bin/|-- )flotilla ([a-z]+)", page.read_text(), re.MULTILINE))
+        # The one that is no command is the name of a session.
+        assert named <= {*commands(), "preflight"}, page
+
+
+def modules() -> list[Path]:
+    return [
+        path for folder in ("app", "tests", "alembic", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_module_says_what_it_is_for(module: Path) -> None:
+    assert ast.get_docstring(ast.parse(module.read_text()))
+
+
+def decisions() -> list[Path]:
+    return sorted((DOCS / "decisions").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", decisions(), ids=lambda page: page.stem)
+def test_a_decision_has_its_four_sections(page: Path) -> None:
+    assert list(sections(page)) == ["Context", "Decision", "Consequences", "Alternatives"]
+    assert page.read_text().startswith(f"# {page.name[:4]} ")
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    assert [page.name[:5] for page in decisions()] == [f"{number:04}-" for number in range(1, len(decisions()) + 1)]
+
+
+@cache
+def texts() -> tuple[tuple[Path, str], ...]:
+    """Every text file of the repository; what git ignores is not of it."""
+    ignored = [".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())]
+
+    def kept(names: list[str]) -> list[str]:
+        return sorted(name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in ignored))
+
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = kept(folders)
+        found += [Path(folder, name) for name in kept(files)]
+    return tuple((path.relative_to(ROOT), path.read_text(errors="replace")) for path in found)
+
+
+def test_the_pipeline_runs_what_a_desk_runs_and_may_do_nothing_else() -> None:
+    pipeline = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert pipeline["permissions"] == {"contents": "read"}
+    (job,) = pipeline["jobs"].values()
+    assert "permissions" not in job
+    (command,) = [step["run"] for step in job["steps"] if "run" in step]
+    assert command.split()[-1] == ".ci/run"
+    actions = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions)
+
+
+# Written so that they do not match themselves.
+OF_ONE_MACHINE = {
+    "the host of a package index": r"\bpy[p]i\.|python[h]osted\.|index[-]url[ =]\S*://|/simpl[e]/? *$",
+    "the home of a person": r"/hom[e]/\w|/User[s]/\w|/roo[t]/|[A-Z]:\\User[s]",
+}
+
+
+@pytest.mark.parametrize("what", OF_ONE_MACHINE)
+def test_no_file_names_something_of_one_machine(what: str) -> None:
+    pattern = re.compile(OF_ONE_MACHINE[what], re.MULTILINE)
+    assert [(path, found[0]) for path, text in texts() if (found := pattern.search(text))] == []

@@ -1,0 +1,125 @@
+"""Settings are refused as a whole, with a text for the person who set them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.fleet.errors import SettingsError
+from app.fleet.http.auth import make_key
+from app.fleet.settings import FleetSettings
+from app.settings import Settings
+
+ADDRESS = "postgresql://user:hunter2@db.internal/app"
+
+
+def refused(**values: Any) -> str:
+    with pytest.raises(SettingsError) as error:
+        Settings.load(**values)
+    return str(error.value)
+
+
+def test_without_any_setting_it_is_a_development_service_on_the_embedded_database() -> None:
+    settings = Settings.load()
+    assert settings.embedded
+    assert not settings.production
+    assert settings.migrates_on_start
+    assert settings.drain_delay_seconds == 1.0
+
+
+def test_production_waits_for_load_balancers_and_leaves_migrations_to_the_job() -> None:
+    _, line = make_key("ops", "admin")
+    settings = Settings.load(environment="production", database_url=ADDRESS, api_keys=line)
+    assert settings.drain_delay_seconds == 5.0
+    assert not settings.migrates_on_start
+    assert settings.logs_as_json
+
+
+@pytest.mark.parametrize("name", ["DATABASE_URL", "FLOTILLA_DATABASE_URL"])
+def test_the_database_may_be_named_with_and_without_the_prefix(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, ADDRESS)
+    settings = Settings.load()
+    assert settings.database_url is not None
+    assert settings.database_url.get_secret_value() == ADDRESS
+
+
+def test_a_typing_error_is_refused_and_the_right_name_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOTILLA_DRAIN_DELAI", "5")
+    assert refused() == "FLOTILLA_DRAIN_DELAI is not a setting; did you mean FLOTILLA_DRAIN_DELAY?"
+
+
+def test_a_typing_error_in_the_env_file_is_refused_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("FLOTILLA_NAMESPCE=x\nOTHER=y\n")
+    monkeypatch.setitem(Settings.model_config, "env_file", str(tmp_path / ".env"))
+    assert "did you mean FLOTILLA_NAMESPACE?" in refused()
+
+
+def test_what_kubernetes_adds_for_a_service_of_our_name_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOTILLA_SERVICE_HOST", "10.0.0.1")
+    assert "enableServiceLinks: false" in refused()
+
+
+def test_a_service_adds_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(FleetSettings):
+        feed_token: str = ""
+
+    monkeypatch.setenv("FLOTILLA_FEED_TOKEN", "x")
+    assert Own.load().feed_token == "x"
+    assert "FLOTILLA_FEED_TOKEN is not a setting" in refused()
+
+
+@pytest.mark.parametrize("name", ["Api", "1st", "a_b", "a" * 64, "-a", "a.b", "ä", "a b", ""])
+@pytest.mark.parametrize("field", ["namespace", "instance_name", "workspace"])
+def test_an_invalid_name_is_refused_with_an_example(field: str, name: str) -> None:
+    assert "such as 'api-2'" in refused(**{field: name})
+
+
+@pytest.mark.parametrize("name", ["a", "api-2", "a" * 63, "x--y", "z9"])
+def test_a_valid_name_is_taken(name: str) -> None:
+    assert Settings.load(namespace=name, instance_name=name).namespace == name
+
+
+@pytest.mark.parametrize("name", ["pg-mine", "pg", "information-schema"])
+def test_a_namespace_that_postgresql_keeps_for_itself_is_refused(name: str) -> None:
+    assert "PostgreSQL keeps for itself" in refused(namespace=name)
+
+
+def test_production_is_refused_on_the_embedded_database_and_without_keys() -> None:
+    assert "set DATABASE_URL" in refused(environment="production")
+    assert "flotilla key" in refused(environment="production", database_url=ADDRESS)
+
+
+@pytest.mark.parametrize("line", ["secret", "ops:root:" + "a" * 64, "ops:admin:short", "ops:admin:" + "A" * 64])
+def test_a_key_that_is_no_hash_is_refused_without_being_repeated(line: str) -> None:
+    text = refused(api_keys=line)
+    assert "NAME:SCOPE:SHA256" in text
+    assert line not in text
+
+
+def test_a_direct_address_alone_is_refused() -> None:
+    assert "DATABASE_URL is not" in refused(database_direct_url=ADDRESS)
+
+
+def test_a_shutdown_that_would_not_fit_is_refused_with_the_sum() -> None:
+    text = refused(drain_delay=20, drain_timeout=20, pause_timeout=20)
+    assert "GRACE_PERIOD is 60 s" in text
+    assert "77 s" in text
+
+
+def test_a_pool_with_its_ends_swapped_is_refused() -> None:
+    assert "POOL_MIN (5) is larger than POOL_MAX (2)" in refused(pool_min=5, pool_max=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("port", "http"), ("port", 70000), ("drain_delay", -1), ("environment", "staging"), ("pool_max", 0)],
+)
+def test_a_value_of_the_wrong_kind_names_the_setting(field: str, value: object) -> None:
+    assert refused(**{field: value}).startswith(f"FLOTILLA_{field.upper()}: ")
+
+
+def test_secrets_are_not_shown_by_accident() -> None:
+    _, line = make_key("ops", "admin")
+    shown = repr(Settings.load(database_url=ADDRESS, api_keys=line))
+    assert "hunter2" not in shown
+    assert line not in shown
