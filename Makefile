@@ -51,6 +51,9 @@ lock: setup  ## Resolve the dependencies anew and write the hashed locks
 	  --no-emit-index-url --no-header --output-file requirements.lock
 	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-header --group dev --constraint requirements.lock --output-file requirements-dev.lock
+	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header --group bench --constraint requirements-dev.lock \
+	  --output-file requirements-bench.lock
 
 clean: down  ## Stop everything and remove what was made here
 	rm -rf .venv .flotilla

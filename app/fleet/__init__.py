@@ -3,7 +3,24 @@
 This page is the public API. A service author imports from here; everything below may change.
 """
 
-from app.fleet.errors import FleetError
+from app.fleet.engine.actions import Action, action
+from app.fleet.engine.run import Run
+from app.fleet.engine.trigger import Order, trigger, trigger_many
+from app.fleet.errors import AlreadyActive, Fenced, FleetError, GiveUp, PayloadInvalid, TryAgain
 from app.fleet.settings import FleetSettings
 
-__all__ = ["FleetError", "FleetSettings"]
+__all__ = [
+    "Action",
+    "AlreadyActive",
+    "Fenced",
+    "FleetError",
+    "FleetSettings",
+    "GiveUp",
+    "Order",
+    "PayloadInvalid",
+    "Run",
+    "TryAgain",
+    "action",
+    "trigger",
+    "trigger_many",
+]

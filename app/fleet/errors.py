@@ -2,6 +2,7 @@
 
     FleetError                          something went wrong, and the text says what to do
     ├── SettingsError                   a setting is unknown, invalid, or unsafe together with another
+    │   └── ActionInvalid               an action is declared wrongly, or two have one name
     ├── DatabaseError                   the database cannot be used as it is
     │   ├── DatabaseUnreachable         no connection
     │   │   └── DatabaseAway            … any more, for the moment (`app.fleet.db.pool`)
@@ -16,11 +17,26 @@
     │   └── WorkspaceTaken              a living instance has this workspace
     ├── StartRefused                    an instance that `flotilla up` started ended again
     ├── InstanceUnknown                 no living instance has this name
+    ├── EngineError                     what was asked of an action or a run cannot be
+    │   ├── ActionUnknown               no action has this name
+    │   ├── PayloadInvalid              the payload does not fit the action
+    │   ├── AlreadyActive               overlap="skip", and a run of it waits or runs
+    │   ├── KeyReused                   another request came with this Idempotency-Key before
+    │   ├── KeyInFlight                 the request with this Idempotency-Key is still being worked on
+    │   ├── NotJson                     a result, checkpoint or event that cannot be stored as JSON
+    │   ├── RunUnknown                  no run has this id, or it was forgotten
+    │   └── RunNotReady                 the run is not in a state for that
+    ├── Fenced                          this attempt was superseded; nothing it writes counts any more
+    ├── GiveUp                          raised by an action: fail now, another attempt would not help
+    ├── TryAgain                        raised by an action: another attempt, after so long
     └── HttpError                       refused at the edge (`app.fleet.http.problems`, which has its branches)
 
 An error is for the person who meets it: what happened, to what, and what to do about it. `exit_code` is what the
 command line ends with; an instance that refuses to start ends with 3 whatever the reason, as uvicorn does.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class FleetError(Exception):
@@ -31,6 +47,10 @@ class FleetError(Exception):
 
 class SettingsError(FleetError):
     exit_code = 2
+
+
+class ActionInvalid(SettingsError):
+    pass
 
 
 class DatabaseError(FleetError):
@@ -83,3 +103,63 @@ class StartRefused(FleetError):
 
 class InstanceUnknown(FleetError):
     exit_code = 5
+
+
+class EngineError(FleetError):
+    pass
+
+
+class ActionUnknown(EngineError):
+    exit_code = 5
+
+
+class PayloadInvalid(EngineError):
+    """`errors` names each field and what is wrong with it."""
+
+    def __init__(self, text: str, errors: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(text)
+        self.errors = list(errors)
+
+
+class AlreadyActive(EngineError):
+    """`run_id` is the run that is active."""
+
+    def __init__(self, text: str, run_id: int) -> None:
+        super().__init__(text)
+        self.run_id = run_id
+
+
+class KeyReused(EngineError):
+    pass
+
+
+class KeyInFlight(EngineError):
+    pass
+
+
+class NotJson(EngineError):
+    pass
+
+
+class RunUnknown(EngineError):
+    exit_code = 5
+
+
+class RunNotReady(EngineError):
+    pass
+
+
+class Fenced(FleetError):
+    pass
+
+
+class GiveUp(FleetError):
+    pass
+
+
+class TryAgain(FleetError):
+    """`after` is how many seconds to wait; without it, what the action's backoff says."""
+
+    def __init__(self, text: str = "", *, after: float | None = None) -> None:
+        super().__init__(text or "asked to be tried again")
+        self.after = after

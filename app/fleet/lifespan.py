@@ -37,8 +37,8 @@ from app.fleet.cluster.member import Member
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
-from app.fleet.engine.executor import Executor
-from app.fleet.engine.scheduler import Scheduler
+from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.context import Context
 from app.fleet.phase import Phase
@@ -77,11 +77,12 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def start_up(context: Context, signals: Signals, services: list[Service]) -> "Shutdown":
-    """Settings were checked when they were read. From here: pool, migrations, link, executor, scheduler, ready."""
+    """Settings were checked when they were read. From here: pool, migrations, link, actions, services."""
     settings = context.settings
     namespace = Namespace(settings.namespace)
     began = time.monotonic()
 
+    catalogue = Catalogue.load(settings.actions)
     addresses = await asyncio.to_thread(dsn.resolve, settings)
     await asyncio.to_thread(preflight.check_direct, addresses)
 
@@ -108,20 +109,22 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
         port=port,
         on_leave=leave,
     )
+    # Before it joins: whoever declares somebody gone must know what that means for runs.
+    engine = Engine(settings, database, member, catalogue, context.course)
     services.append(member)
     await member.start()
 
-    executor, scheduler = Executor(), Scheduler()
-    for service in (executor, scheduler):
+    await engine.synchronise()
+    for service in engine.services:
         services.append(service)
         await service.start()
 
-    context.started(database, member)
+    context.started(database, member, engine)
     # The register first: who is told "ready" by a probe finds it there.
     await member.announce(Phase.READY)
     context.course.ready()
     log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.place)
-    return Shutdown(context, signals, database=database, member=member, executor=executor, scheduler=scheduler)
+    return Shutdown(context, signals, database=database, member=member, engine=engine)
 
 
 async def undo(services: Sequence[Service]) -> None:
@@ -153,8 +156,7 @@ class Shutdown:
         *,
         database: Database,
         member: Member,
-        executor: Executor,
-        scheduler: Scheduler,
+        engine: Engine,
     ) -> None:
         settings = context.settings
         self._context = context
@@ -170,8 +172,8 @@ class Shutdown:
         self.steps = [
             Step("flag", self._raise_flag, limit=1.0),
             Step("drain", self._drain, limit=self._delay + settings.drain_timeout + DRAIN_SLACK),
-            Step("scheduler", scheduler.stop, limit=2.0),
-            Step("executor", executor.stop, limit=settings.pause_timeout),
+            Step("scheduler", engine.scheduler.stop, limit=2.0),
+            Step("executor", engine.pause, limit=settings.pause_timeout),
             Step("unlink", member.stop, limit=4.0),
             Step("pool", database.stop, limit=3.0),
         ]

@@ -56,6 +56,9 @@ class FleetSettings(BaseSettings):
     migrate_on_start: bool | None = None
     migrate_wait: Seconds = 60.0
 
+    actions: Annotated[tuple[str, ...], NoDecode] = ("app.actions",)
+    concurrency: int = Field(default=100, ge=1, le=100_000)
+
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
@@ -124,9 +127,9 @@ class FleetSettings(BaseSettings):
             raise ValueError(f"{value!r} would become a schema name that PostgreSQL keeps for itself; choose another")
         return value
 
-    @field_validator("api_keys", mode="before")
+    @field_validator("api_keys", "actions", mode="before")
     @classmethod
-    def _split_keys(cls, value: Any) -> Any:
+    def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
     @field_validator("api_keys")

@@ -10,13 +10,14 @@ from app.fleet.cluster.member import Member
 from app.fleet.db import dsn, migrations
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
-from app.fleet.engine.executor import Executor
-from app.fleet.engine.scheduler import Scheduler
+from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.engine import Engine
+from app.fleet.phase import Course
 from app.fleet.service import Service
 from app.settings import Settings
 
 pytestmark = pytest.mark.anyio
-KINDS = ["pool", "member", "executor", "scheduler"]
+KINDS = ["pool", "member", "executor", "lookout", "scheduler"]
 
 
 @pytest.fixture
@@ -29,6 +30,11 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
     shared = Database(settings, addresses, namespace)
     await shared.start()
 
+    def engine() -> Engine:
+        member = Member(settings, addresses, namespace, shared, version="test", on_leave=print)
+        catalogue = Catalogue.load(["tests.support.trial_actions"])
+        return Engine(settings, shared, member, catalogue, Course())
+
     def build(kind: str) -> Service:
         match kind:
             case "pool":
@@ -36,9 +42,11 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
             case "member":
                 return Member(settings, addresses, namespace, shared, version="test", on_leave=print)
             case "executor":
-                return Executor()
+                return engine().executor
+            case "lookout":
+                return engine().lookout
             case _:
-                return Scheduler()
+                return engine().scheduler
 
     yield build
     await shared.stop()

@@ -51,12 +51,16 @@ WAIT_FOR_TURN = "LOCK TABLE {schema}.leader_turn IN EXCLUSIVE MODE"
 class Leader:
     """This instance's place in the queue, and what it does when its turn comes. Runs in a thread of its own."""
 
-    def __init__(self, address: str, register: Register, link: Link) -> None:
+    def __init__(
+        self, address: str, register: Register, link: Link, on_elected: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_elected` is called in the leader's thread, at the beginning of each term."""
         self.terms = 0
         self.looks = 0
         self._address = address
         self._register = register
         self._link = link
+        self._on_elected = on_elected
         self._leading = False
         self._may_lead = True
         self._stopping = threading.Event()
@@ -170,6 +174,7 @@ class Leader:
             self._leading = leading
             if leading:
                 log.info("leader.elected")
+                self._on_elected()
             else:
                 log.info("leader.ended", reason="stepped down" if self._stopping.is_set() else "session lost")
 

@@ -79,13 +79,22 @@ class Figures:
 class Link:
     """Opened by `join`, closed by `leave`; everything between happens in its thread."""
 
-    def __init__(self, address: str, register: Register, wanted: Registration, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        address: str,
+        register: Register,
+        wanted: Registration,
+        callbacks: Callbacks,
+        running: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`running` counts what runs here, for the register; called in the link's thread."""
         self.figures = Figures()
         self.relinked_at: float | None = None
         self._address = address
         self._register = register
         self._wanted = wanted
         self._tell = callbacks
+        self._running = running
         self._state = "starting"
         self._saying: deque[Future[None]] = deque()
         self._identity: Identity | None = None
@@ -211,7 +220,7 @@ class Link:
     def _beat(self, session: DirectSession) -> None:
         assert self._identity is not None
         sent, saying = clock(), len(self._saying)
-        answer = self._register.beat(session, self._identity.id, self._state, running=0)
+        answer = self._register.beat(session, self._identity.id, self._state, self._running())
         if answer is None:
             raise psycopg.OperationalError("this instance was declared gone")
         self._trusted_until = sent + PATIENCE

@@ -67,6 +67,9 @@ class Member(Service):
         self._on_leave = on_leave
         self._death_hooks: list[DeathHook] = []
         self._lost_hooks: list[LostHook] = []
+        self._elected_hooks: list[Callable[[], None]] = []
+        self._listeners: dict[str, Callable[[str], None]] = {}
+        self._running: Callable[[], int] = lambda: 0
         self._shutdown_record: list[dict[str, Any]] = []
         self._leave_timeout = 3.0
         self._last_id: int | None = None
@@ -90,9 +93,10 @@ class Member(Service):
             on_lost=self._lost,
             on_drain_requested=lambda reason: self._in_loop(self._on_leave, reason),
             on_refused=lambda error: self._in_loop(self._on_leave, str(error)),
+            on_notification=lambda payload: self._in_loop(self._notified, payload),
         )
-        self._link = Link(addresses.direct, self._register, wanted, callbacks)
-        self._leader = Leader(addresses.direct, self._register, self._link)
+        self._link = Link(addresses.direct, self._register, wanted, callbacks, running=self._count)
+        self._leader = Leader(addresses.direct, self._register, self._link, self._elected)
 
     # -- for the rooms above, before the start ------------------------------------------------------------------------
 
@@ -101,6 +105,17 @@ class Member(Service):
 
     def on_lost(self, hook: LostHook) -> None:
         self._lost_hooks.append(hook)
+
+    def on_elected(self, hook: Callable[[], None]) -> None:
+        self._elected_hooks.append(hook)
+
+    def on_notification(self, kind: str, listener: Callable[[str], None]) -> None:
+        """Hear the notifications `kind:rest`; the listener is given the rest."""
+        self._listeners[kind] = listener
+
+    def count_running(self, running: Callable[[], int]) -> None:
+        """Say with each heartbeat how many runs there are here. Called in the link's thread."""
+        self._running = running
 
     # -- for everyone -------------------------------------------------------------------------------------------------
 
@@ -191,9 +206,21 @@ class Member(Service):
         for hook in self._lost_hooks:
             await hook(lost)
 
-    def _in_loop(self, what: Callable[[str], None], reason: str) -> None:
+    def _count(self) -> int:
+        return self._running()
+
+    def _elected(self) -> None:
+        for hook in self._elected_hooks:
+            self._in_loop(lambda _, hook=hook: hook(), "elected")  # type: ignore[misc]
+
+    def _notified(self, payload: str) -> None:
+        kind, _, rest = payload.partition(":")
+        if listener := self._listeners.get(kind):
+            listener(rest)
+
+    def _in_loop(self, what: Callable[[str], None], text: str) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(what, reason)
+            self._loop.call_soon_threadsafe(what, text)
 
     def _write_final_record(self, identifier: int) -> None:
         try:

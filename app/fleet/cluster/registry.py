@@ -102,6 +102,10 @@ WHERE i.state <> 'gone'
 
 HOLD_PRESENCE = "SELECT pg_try_advisory_xact_lock({class}, %(key)s)"
 
+# Before a row is declared gone. Who claims work for an instance holds its row FOR KEY SHARE until that is committed;
+# this waits for none of them, because whoever holds it is about to end or to be ended.
+LOCK_ROW = "SELECT id FROM {schema}.instances WHERE id = %(id)s AND state <> 'gone' FOR UPDATE"
+
 DECLARE_GONE = """
 UPDATE {schema}.instances
 SET state = 'gone', gone_at = clock_timestamp(), gone_reason = %(reason)s, running = 0
@@ -274,6 +278,7 @@ class Register:
         """Declare ourselves gone, unless somebody has; what a death asks for happens once, whoever is first."""
         values = {"id": identifier, "reason": reason, "shutdown": Jsonb(shutdown)}
         with session.transaction():
+            session.execute(self._sql(LOCK_ROW), {"id": identifier})
             if session.execute(self._sql(LEAVE), values).rowcount != 1:
                 return
             for hook in self._hooks:
@@ -296,9 +301,10 @@ class Register:
             (held,) = self._one(session, HOLD_PRESENCE, key=Lock.PRESENCE.key(identifier))
             if not held:
                 return None
-            row = session.execute(self._sql(DECLARE_GONE), {"id": identifier, "reason": reason}).fetchone()
-            if row is None:
+            if session.execute(self._sql(LOCK_ROW + " SKIP LOCKED"), {"id": identifier}).fetchone() is None:
                 return None
+            row = session.execute(self._sql(DECLARE_GONE), {"id": identifier, "reason": reason}).fetchone()
+            assert row is not None
             session.execute(self._sql(LEAVE_QUEUE), {"id": identifier})
             for hook in self._hooks:
                 hook(session, [identifier])

@@ -3,7 +3,8 @@
 Rows live in the schema. Notifications go over a channel of its name. Advisory locks are pairs whose first number is
 the schema's own oid, which no other schema of the database can have, so two namespaces cannot collide, not even by an
 unlucky hash; `SELECT classid::regnamespace FROM pg_locks` reads back as the namespace. The second number says what is
-locked: the kind in the high bits, the row's id in the low ones.
+locked: the kind in the high bits, the row's id in the low ones. Negative ones are hashes of Idempotency-Keys
+(`engine/trigger.py`), where a collision makes one request wait for another and no more.
 
 Statements are written with `{schema}`, `{class}` and `{channel}` in them and go through `Namespace.sql`. Nothing here
 depends on `search_path`, which a pooler in transaction mode would not keep.
@@ -43,7 +44,7 @@ class Namespace:
         """Fill in a statement of this project. The schema is `[a-z0-9_]` only, so quoting it is enough."""
         if text not in self._statements:
             # The schema is derived from a checked name, not from anyone's input.
-            oid = f"(SELECT oid::int4 FROM pg_catalog.pg_namespace WHERE nspname = '{self.schema}')"  # noqa: S608
+            oid = f"(SELECT oid::int4 FROM pg_catalog.pg_namespace WHERE nspname = '{self.schema}')"
             filled = text.replace("{schema}", f'"{self.schema}"').replace("{class}", oid)
             self._statements[text] = filled.replace("{channel}", self.channel).encode()
         return self._statements[text]

@@ -39,6 +39,7 @@ from app.fleet.telemetry.logs import events, redact
 
 Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
 
+IDLE = psycopg.pq.TransactionStatus.IDLE
 PROBE_EVERY = 0.25
 AWAY_PATIENCE = 1.0
 # Beyond the SQLSTATE classes 08 (connection) and 57P (shutdown): read-only means a demoted primary.
@@ -58,6 +59,51 @@ def shows_an_outage(error: BaseException) -> bool:
     if isinstance(error, psycopg.Error) and error.sqlstate:
         return error.sqlstate == READ_ONLY or error.sqlstate.startswith(("08", "57P"))
     return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+
+
+class Lane:
+    """One of the pool's connections, kept, for work that must not wait behind the service's own requests.
+
+    It is in autocommit mode, and one task at a time uses it. What broke is given back, and replaced at the next use.
+    """
+
+    def __init__(self, database: "Database") -> None:
+        self._database = database
+        self._turn = asyncio.Lock()
+        self._kept: Connection | None = None
+        self._outage = 0
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        async with self._turn:
+            connection = await self._ready()
+            try:
+                yield connection
+            except BaseException as error:
+                self._database.notice(error)
+                # Whatever state it is in, another one is cheaper than finding out.
+                await self._give_back(close=True)
+                raise
+
+    async def close(self) -> None:
+        async with self._turn:
+            await self._give_back(close=False)
+
+    async def _ready(self) -> Connection:
+        if self._kept is not None and (self._kept.closed or self._outage != self._database.outages):
+            await self._give_back(close=True)
+        if self._kept is None:
+            self._outage = self._database.outages
+            self._kept = await self._database.lend()
+            await self._kept.set_autocommit(True)
+        return self._kept
+
+    async def _give_back(self, *, close: bool) -> None:
+        connection, self._kept = self._kept, None
+        if connection is not None:
+            if not close:
+                await connection.set_autocommit(False)
+            await self._database.take_back(connection, close=close)
 
 
 class Database(Service):
@@ -103,8 +149,21 @@ class Database(Service):
             async with self._pool.connection() as connection:
                 yield connection
         except psycopg.Error as error:
-            self._notice(error)
+            self.notice(error)
             raise
+
+    @asynccontextmanager
+    async def autocommit(self) -> AsyncIterator[Connection]:
+        """Borrow a connection on which every statement is a transaction of its own."""
+        async with self.connection() as connection:
+            await connection.set_autocommit(True)
+            try:
+                yield connection
+            finally:
+                if connection.info.transaction_status is IDLE:
+                    await connection.set_autocommit(False)
+                else:
+                    connection.pgconn.finish()
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
@@ -112,6 +171,24 @@ class Database(Service):
         await self._until_healthy()
         async with self._sessions() as session, session.begin():
             yield session
+
+    def lane(self) -> Lane:
+        """Make a lane: a connection of the pool that its user keeps."""
+        return Lane(self)
+
+    async def lend(self) -> Connection:
+        await self._until_healthy()
+        try:
+            return await self._pool.getconn()
+        except psycopg.Error as error:
+            self.notice(error)
+            raise
+
+    async def take_back(self, connection: Connection, *, close: bool) -> None:
+        if close:
+            # `close` would return it to the pool, open (`close_returns`); what is broken must not come back.
+            connection.pgconn.finish()
+        await self._pool.putconn(connection)
 
     async def ping(self) -> None:
         """Raise unless the database answers through the pool. A pool that is merely busy counts as an answer."""
@@ -158,7 +235,8 @@ class Database(Service):
         except TimeoutError:
             raise DatabaseAway("the database does not answer at the moment; try again shortly") from None
 
-    def _notice(self, error: BaseException) -> None:
+    def notice(self, error: BaseException) -> None:
+        """Tell an outage from other errors, and suspect the database of it."""
         if shows_an_outage(error):
             self.suspect(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
@@ -202,7 +280,7 @@ class Database(Service):
             try:
                 return await self._pool.getconn()
             except psycopg.Error as error:
-                self._notice(error)
+                self.notice(error)
                 raise
 
         engine = create_async_engine(
@@ -217,7 +295,7 @@ class Database(Service):
         @event.listens_for(engine.sync_engine, "handle_error")
         def notice(context: ExceptionContext) -> None:
             error = context.original_exception
-            self._notice(error)
+            self.notice(error)
             if shows_an_outage(error):
                 context.is_disconnect = True
 

@@ -4,20 +4,26 @@ No table names a schema: it is the namespace's, put in by `Namespace.sql` or by 
 """
 
 from sqlalchemy import (
+    JSON,
+    BigInteger,
     Boolean,
     CheckConstraint,
     Column,
     DateTime,
+    Float,
+    Identity,
     Index,
     Integer,
+    Interval,
     MetaData,
+    PrimaryKeyConstraint,
     Sequence,
     Table,
     Text,
     Uuid,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 
 NAMING = {
     "ix": "%(table_name)s_%(column_0_N_name)s",
@@ -74,4 +80,149 @@ instances = Table(
     ),
     # A heartbeat touches no indexed column and finds room on its page: it leaves no dead index entries behind.
     postgresql_with={"fillfactor": "50"},
+)
+
+# What the code declared last, so that every instance schedules and limits by the same words, whatever release it runs.
+actions = Table(
+    "actions",
+    metadata,
+    # The other number in an advisory lock's key, so again 28 bits and never reused.
+    Column("id", Integer, Identity(maxvalue=2**28 - 1), primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    # `every 60s` or `cron */5 * * * * Europe/Berlin`, with jitter; null for an action that is only triggered.
+    Column("schedule", Text),
+    Column("misfire", Text, nullable=False),
+    Column("overlap", Text, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("max_attempts", Integer, nullable=False),
+    Column("retention", Interval, nullable=False),
+    # How many may run at once in the whole cluster.
+    Column("concurrency", Integer),
+    # How many may start: one each `rate_interval` seconds, `rate_burst` of them at once.
+    Column("rate_interval", Float),
+    Column("rate_burst", Integer),
+    # When the allowance is used up to; in the past, there is some left.
+    Column("rate_used_until", DateTime(timezone=True)),
+    # The slot that is due next. Moved on by whoever claims it, under the action's advisory lock.
+    Column("next_run_at", DateTime(timezone=True)),
+    Column("paused_at", DateTime(timezone=True)),
+    Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
+    CheckConstraint("misfire IN ('once', 'all', 'skip')", name="misfire"),
+    CheckConstraint("overlap IN ('skip', 'queue', 'allow')", name="overlap"),
+    Index("actions_due", "next_run_at", postgresql_where=text("paused_at IS NULL")),
+    postgresql_with={"fillfactor": "50"},
+)
+
+# Which actions a living instance has in its code: those it schedules and claims. Gone with the instance.
+standby = Table(
+    "standby",
+    metadata,
+    Column("instance_id", Integer, primary_key=True, autoincrement=False),
+    Column("action_ids", ARRAY(Integer), nullable=False),
+)
+
+# The hot path: runs that wait or run, and nothing else. A run that ends moves to `finished_runs`, under the same id.
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", BigInteger, Identity(), primary_key=True),
+    Column("action_id", Integer, nullable=False),
+    Column("state", Text, nullable=False, server_default=text("'pending'")),
+    Column("priority", Integer, nullable=False),
+    # Not before; the order within a priority.
+    Column("run_at", DateTime(timezone=True), nullable=False),
+    # The fencing token. Moved by a new claim, and by nothing else, ever.
+    Column("token", BigInteger, nullable=False, server_default=text("0")),
+    # Who runs it, or ran it last.
+    Column("instance_id", Integer),
+    Column("instance", Text),
+    # How often it was claimed; a pause takes its claim back, an operator's retry starts again from 0.
+    Column("attempt", Integer, nullable=False, server_default=text("0")),
+    Column("max_attempts", Integer, nullable=False),
+    # How many of these ended with the death of their instance; they are not held against it (`recovery.py`).
+    Column("deaths", Integer, nullable=False, server_default=text("0")),
+    Column("trigger", Text, nullable=False),
+    # The slot, of a scheduled run.
+    Column("scheduled_for", DateTime(timezone=True)),
+    Column("key", Text),
+    # JSON and not JSONB: kept as it was sent, and never taken apart on the hot path.
+    Column("payload", JSON),
+    Column("checkpoint", JSON),
+    Column("progress", JSON),
+    Column("error", Text),
+    # How many events it has; the next one's number.
+    Column("events", Integer, nullable=False, server_default=text("0")),
+    Column("cancel_requested_at", DateTime(timezone=True)),
+    Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
+    Column("started_at", DateTime(timezone=True)),
+    Column("deadline_at", DateTime(timezone=True)),
+    CheckConstraint("state IN ('pending', 'running')", name="state"),
+    Index("runs_pending", "action_id", "priority", "run_at", "id", postgresql_where=text("state = 'pending'")),
+    Index("runs_running", "action_id", "instance_id", postgresql_where=text("state = 'running'")),
+    # Rows live for milliseconds here: vacuum by count, not by share, and without pauses.
+    postgresql_with={
+        "fillfactor": "70",
+        "autovacuum_vacuum_scale_factor": "0",
+        "autovacuum_vacuum_threshold": "20000",
+        "autovacuum_vacuum_cost_delay": "0",
+        "autovacuum_analyze_scale_factor": "0.5",
+    },
+)
+
+finished_runs = Table(
+    "finished_runs",
+    metadata,
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("action_id", Integer, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("run_at", DateTime(timezone=True), nullable=False),
+    Column("token", BigInteger, nullable=False),
+    Column("instance", Text),
+    Column("attempt", Integer, nullable=False),
+    Column("max_attempts", Integer, nullable=False),
+    Column("trigger", Text, nullable=False),
+    Column("scheduled_for", DateTime(timezone=True)),
+    Column("key", Text),
+    Column("payload", JSON),
+    Column("checkpoint", JSON),
+    Column("progress", JSON),
+    Column("result", JSON),
+    Column("error", Text),
+    Column("events", Integer, nullable=False),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("started_at", DateTime(timezone=True)),
+    Column("finished_at", DateTime(timezone=True), nullable=False),
+    # When it may be forgotten, with its events and its key.
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+    CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="state"),
+    Index("finished_runs_action", "action_id", "id"),
+    Index("finished_runs_expiry", "expires_at"),
+    # What an operator looks for among millions that went well.
+    Index("finished_runs_unwell", "state", "id", postgresql_where=text("state <> 'succeeded'")),
+)
+
+# A key makes one run, for as long as that run is remembered: `slot:…` for an instant of the schedule, `key:…` for a
+# caller's. It is what a second insert meets, whichever table the run is in by then.
+run_keys = Table(
+    "run_keys",
+    metadata,
+    Column("action_id", Integer, nullable=False),
+    Column("key", Text, nullable=False),
+    Column("run_id", BigInteger, nullable=False),
+    # Of the request that came with an `Idempotency-Key`: another body under the same key is a mistake.
+    Column("digest", Text),
+    PrimaryKeyConstraint("action_id", "key"),
+    Index("run_keys_run_id", "run_id"),
+)
+
+run_events = Table(
+    "run_events",
+    metadata,
+    Column("run_id", BigInteger, nullable=False),
+    Column("seq", Integer, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("data", JSON),
+    Column("at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    PrimaryKeyConstraint("run_id", "seq"),
 )

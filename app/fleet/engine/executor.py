@@ -1,7 +1,389 @@
-"""The executor: claims runs and runs them. A service with nothing to do yet; its place in the shutdown is fixed."""
+"""The executor: claims runs and runs them, as many at once as `FLOTILLA_CONCURRENCY` says.
 
+An attempt is a task, or a thread for a plain function. However it ends, its end goes to the ledger, and its slot is
+free when the ledger has it durably. The executor itself never waits for an action.
+
+    an attempt                        is recorded as
+    returns                           succeeded, with what it returned
+    raises                            pending again after a backoff, or failed if it has no retries left
+    raises GiveUp, or returns what    failed
+      is no JSON
+    exceeds its deadline              as if it had raised; cancelled first
+    is cancelled on request           cancelled
+    is still there `STUBBORN` after   the same, saying that it ignored its cancellation; whatever it still does, it
+      it was cancelled                does with an old token
+    is fenced, or loses its           nothing: the run is somebody else's by now
+      instance's identity
+    is cut short by a shutdown        pending again, without having used up an attempt
+
+Nothing an action raises gets further than its own run, `SystemExit` included. An action that blocks the event loop is
+found by a thread that watches it (`watch.py`).
+
+Stopping: no new claims from the flag on; at `stop`, actions are told (`run.stopping`) and may finish or take a
+checkpoint until `HURRY` before the limit; what is left then is cancelled and given back.
+"""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+
+from app.fleet.cluster.member import Member
+from app.fleet.cluster.registry import Identity
+from app.fleet.db.pool import Database
+from app.fleet.engine.actions import Action, Catalogue
+from app.fleet.engine.claim import WIDTH, Claimant, Clock
+from app.fleet.engine.ledger import Ledger
+from app.fleet.engine.run import Run, as_json
+from app.fleet.engine.watch import Watch
+from app.fleet.errors import DatabaseError, Fenced, GiveUp, NotJson, PayloadInvalid, TryAgain
+from app.fleet.phase import Course
 from app.fleet.service import Service
+from app.fleet.settings import FleetSettings
+from app.fleet.telemetry.logs import events
+
+BATCH = 500
+TICK = 0.1
+RETRY = 0.1
+STUBBORN = 5.0
+HURRY = 3.0
+RESULT_MOST = 1_048_576
+
+log = events(__name__)
 
 
 class Executor(Service):
     name = "executor"
+
+    def __init__(
+        self, settings: FleetSettings, database: Database, member: Member, catalogue: Catalogue, course: Course
+    ) -> None:
+        super().__init__()
+        self.ledger = Ledger(database, self._on_settled, self._on_fenced)
+        self.claimant = Claimant(database.namespace, catalogue, Clock())
+        self.abandoned = 0
+        self.claimed = 0
+        self._concurrency = settings.concurrency
+        self._pause_timeout = settings.pause_timeout
+        self._database = database
+        self._member = member
+        self._catalogue = catalogue
+        self._course = course
+        self._lane = database.lane()
+        self._running: dict[int, Run[Any]] = {}
+        # What we own, from the claim until its end is durable: a slot each.
+        self._owned: set[tuple[int, int]] = set()
+        self._wake = asyncio.Event()
+        self._watch = Watch(lambda: list(self._running.values()))
+        self._claims: asyncio.Task[None] | None = None
+        self._ticks: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # A claim's answer was lost: we may own runs we do not know of.
+        self.uncertain = False
+
+    @property
+    def running_runs(self) -> dict[int, Run[Any]]:
+        """The attempts under way here, by the id of their run."""
+        return self._running
+
+    @property
+    def room(self) -> int:
+        return self._concurrency - len(self._owned)
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def knows(self, run_id: int, token: int) -> bool:
+        return (run_id, token) in self._owned
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    # -- told by others -----------------------------------------------------------------------------------------------
+
+    def cancel(self, run_id: int) -> None:
+        """Cancel an attempt that is under way here, on request."""
+        if run := self._running.get(run_id):
+            self._end(run, "cancelled")
+
+    def superseded(self, run: Run[Any]) -> None:
+        """Stop an attempt whose run is no longer ours."""
+        self._end(run, "fenced")
+
+    async def drop(self, _lost: Identity) -> None:
+        """Stop everything that runs under an identity that was lost; its runs are pending elsewhere already."""
+        dropped = list(self._running.values())
+        for run in dropped:
+            self._end(run, "fenced")
+        tasks = [run.task for run in dropped if run.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=STUBBORN)
+
+    # -- the service --------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ledger.start()
+        self._watch.start(self._loop)
+        self._claims = asyncio.create_task(self._claim_for_ever(), name="executor-claims")
+        self._ticks = asyncio.create_task(self._tick_for_ever(), name="executor-ticks")
+
+    async def _stop(self) -> None:
+        if self._claims is not None:
+            self._claims.cancel()
+            await asyncio.gather(self._claims, return_exceptions=True)
+        await self._pause()
+        if self._ticks is not None:
+            self._ticks.cancel()
+            await asyncio.gather(self._ticks, return_exceptions=True)
+        self._watch.stop()
+        await self.ledger.stop()
+        await self._lane.close()
+
+    async def _pause(self) -> None:
+        """Let attempts finish or take a checkpoint, then give back what is left."""
+        self.ledger.stopping.set()
+        await self._until_ended(self._pause_timeout - HURRY)
+        for run in list(self._running.values()):
+            self._end(run, "paused")
+        await self._until_ended(HURRY / 3)
+        for run in list(self._running.values()):
+            self._abandon(run)
+        try:
+            await asyncio.wait_for(self.ledger.empty(), HURRY / 2)
+        except TimeoutError:
+            # The death of this instance's row gives back what could not be written.
+            log.warning("executor.unwritten", runs=len(self._owned))
+
+    async def _until_ended(self, seconds: float) -> None:
+        tasks = [run.task for run in self._running.values() if run.task is not None]
+        if tasks and seconds > 0:
+            await asyncio.wait(tasks, timeout=seconds)
+
+    # -- claiming -----------------------------------------------------------------------------------------------------
+
+    async def _claim_for_ever(self) -> None:
+        assert self._loop is not None
+        while True:
+            self._wake.clear()
+            now = self._loop.time()
+            due = self.claimant.ready.due(now) if self._may_claim() else []
+            if not due:
+                await self._sleep_until(self.claimant.ready.next_due(), now)
+                continue
+            try:
+                await self._claim(due, now)
+            except (psycopg.Error, DatabaseError) as error:
+                # It may have been committed all the same: the next look finds runs of ours that we do not know.
+                self.uncertain = True
+                log.debug("executor.claim_failed", reason=" ".join(str(error).split()))
+                await asyncio.sleep(RETRY)
+
+    def _may_claim(self) -> bool:
+        return self.room > 0 and not self._course.draining.is_set() and self._member.holds()
+
+    async def _sleep_until(self, due: float | None, now: float) -> None:
+        """Wait to be woken, or until something is due; while we may not claim, look again shortly."""
+        if not self._may_claim():
+            timeout: float | None = TICK if self.room > 0 else None
+        else:
+            timeout = None if due is None else max(0.0, due - now)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), timeout)
+
+    async def _claim(self, due: Sequence[Any], now: float) -> None:
+        identity = self._member.identity
+        if identity is None:
+            return
+        async with self._lane.connection() as connection:
+            rows = await self.claimant.claim(connection, identity, due, min(self.room, BATCH), now)
+        if self._member.identity != identity:
+            # Claimed for who we were: the death of that identity has them back already, or will.
+            return
+        self.claimed += len(rows)
+        for row in rows:
+            self._begin(row)
+
+    def _begin(self, row: tuple[Any, ...]) -> None:
+        assert self._loop is not None
+        action = self._catalogue.of_id(row[1])
+        assert action is not None
+        run: Run[Any] = Run(action, self.ledger, row[:WIDTH])
+        self._owned.add((run.id, run.token))
+        if row[WIDTH]:
+            self.ledger.cancelled(run, "cancelled on request, before it began")
+            return
+        if former := self._running.get(run.id):
+            self._abandon(former, recorded=False)
+        self._running[run.id] = run
+        run.deadline = self._loop.time() + action.timeout
+        run.task = self._loop.create_task(self._attempt(run, action))
+
+    # -- one attempt --------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, run: Run[Any], action: Action[Any]) -> None:
+        try:
+            if not action.plain:
+                run.payload  # noqa: B018 — it is checked before the action sees anything
+            value = await (self._in_thread(run, action) if action.blocking else action.handler(run))
+            result = None if value is None or run.committed else as_json(value, "what it returned", RESULT_MOST)
+        except BaseException as error:  # noqa: BLE001 — nothing an action raises gets further than its own run
+            if self._leave(run):
+                self._ended_badly(run, action, error)
+        else:
+            if self._leave(run):
+                self._ended_well(run, result)
+
+    def _leave(self, run: Run[Any]) -> bool:
+        """Take an attempt off the list; false if it was written off before it ended."""
+        if self._running.get(run.id) is not run:
+            return False
+        del self._running[run.id]
+        return True
+
+    def _ended_well(self, run: Run[Any], result: str | None) -> None:
+        if run.committed:
+            self.ledger.outcomes["succeeded"] += 1
+            self._on_settled([run])
+        elif run.ending == "fenced":
+            self._on_settled([run])
+        else:
+            self.ledger.succeeded(run, result)
+
+    def _ended_badly(self, run: Run[Any], action: Action[Any], error: BaseException) -> None:
+        if run.committed:
+            # The effects and the completion are there; what was raised after them changes neither.
+            log.warning("run.failed_after_commit", run=run.id, action=run.action, reason=told(error))
+            self.ledger.outcomes["succeeded"] += 1
+            self._on_settled([run])
+        elif run.ending == "fenced" or isinstance(error, Fenced):
+            self._on_settled([run])
+        elif run.ending == "paused":
+            self.ledger.paused(run)
+        elif run.ending == "cancelled":
+            self.ledger.cancelled(run, "cancelled on request")
+        elif run.ending == "timeout":
+            self._retry_or_fail(run, action, exceeded(action, run))
+        elif isinstance(error, GiveUp):
+            self.ledger.failed(run, f"gave up: {error}")
+        elif isinstance(error, PayloadInvalid | NotJson):
+            self.ledger.failed(run, str(error))
+        elif isinstance(error, TryAgain):
+            self._retry_or_fail(run, action, str(error), error.after)
+        else:
+            log.warning("run.raised", run=run.id, action=run.action, attempt=run.attempt, error=error)
+            self._retry_or_fail(run, action, told(error))
+
+    def _retry_or_fail(self, run: Run[Any], action: Action[Any], text: str, after: float | None = None) -> None:
+        if run.tries < run.max_attempts:
+            self.ledger.retry(run, action.backoff(run.tries) if after is None else max(0.0, after), text)
+        else:
+            self.ledger.failed(run, text)
+
+    async def _in_thread(self, run: Run[Any], action: Action[Any]) -> Any:
+        """Run a plain function in a thread of its own: one that never ends takes nobody else's place."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            try:
+                value, error = context.run(action.handler, run), None
+            except BaseException as raised:  # noqa: BLE001 — handed on to the attempt
+                value, error = None, raised
+            loop.call_soon_threadsafe(deliver, done, value, error)
+
+        threading.Thread(target=work, name=f"run-{run.id}", daemon=True).start()
+        return await done
+
+    # -- ending from outside ------------------------------------------------------------------------------------------
+
+    def _end(self, run: Run[Any], why: str) -> None:
+        """Cancel an attempt, saying why; the first reason stands, unless the run is not ours any more."""
+        if run.ending is not None and why != "fenced":
+            return
+        run.ending = why
+        assert self._loop is not None
+        run.deadline = self._loop.time() + STUBBORN
+        if run.task is not None:
+            run.task.cancel()
+
+    def _abandon(self, run: Run[Any], *, recorded: bool = True) -> None:
+        """Write an attempt off that does not end: record its end without it, and give its slot to another."""
+        if not self._leave(run):
+            return
+        self.abandoned += 1
+        log.error("run.abandoned", run=run.id, action=run.action, why=run.ending or "timeout")
+        if run.task is not None:
+            disown(run.task)
+        action = self._catalogue[run.action]
+        if run.ending == "fenced" or not recorded:
+            self._on_settled([run])
+        elif run.ending == "paused":
+            self.ledger.paused(run)
+        elif run.ending == "cancelled":
+            self.ledger.cancelled(run, "cancelled on request; it ignored its cancellation")
+        else:
+            self._retry_or_fail(run, action, exceeded(action, run) + "; it ignored its cancellation")
+
+    async def _tick_for_ever(self) -> None:
+        """Look after deadlines, and after attempts that do not end although they were cancelled."""
+        assert self._loop is not None
+        while True:
+            await asyncio.sleep(TICK)
+            now = self._loop.time()
+            self._watch.tick()
+            for run in [run for run in self._running.values() if run.deadline < now]:
+                if run.ending is None:
+                    self._end(run, "timeout")
+                else:
+                    self._abandon(run)
+
+    # -- told by the ledger -------------------------------------------------------------------------------------------
+
+    def _on_settled(self, runs: Sequence[Run[Any]]) -> None:
+        self._owned.difference_update([(run.id, run.token) for run in runs])
+        assert self._loop is not None
+        for action_id in {run.action_id for run in runs if run.limited}:
+            self.claimant.ready.look_at_action(action_id, self._loop.time())
+        self._wake.set()
+
+    def _on_fenced(self, run: Run[Any]) -> None:
+        if self._running.get(run.id) is run:
+            self._end(run, "fenced")
+
+
+def disown(task: "asyncio.Task[None]") -> None:
+    """Let the process end although this task never does: the loop's end waits for every task it knows."""
+    asyncio._unregister_task(task)  # noqa: SLF001 — documented, under this name
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 — it is in the log already
+
+
+def deliver(done: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(value)
+    else:
+        # A future takes no StopIteration, and a CancelledError in it would look like our own.
+        wrapped = RuntimeError(told(error)) if isinstance(error, StopIteration) else error
+        done.set_exception(wrapped)
+
+
+def told(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    if isinstance(error, asyncio.CancelledError):
+        return "it was cancelled from inside" + (f": {text}" if text else "")
+    return f"{kind}: {text}" if text else kind
+
+
+def exceeded(action: Action[Any], run: Run[Any]) -> str:
+    text = f"exceeded its deadline of {action.timeout:g} s"
+    if run.blocked:
+        text += f"; it blocked the event loop for {run.blocked:.0f} s"
+    return text

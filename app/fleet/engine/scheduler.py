@@ -1,7 +1,239 @@
-"""The scheduler: decides that a run is due. A service with nothing to do yet; its place in the shutdown is fixed."""
+"""The scheduler: a slot that is due becomes a run, once, whoever looks and however many look.
 
+Claiming due actions is one transaction:
+
+    1  pg_try_advisory_xact_lock for each      not taken: somebody else is at it, leave it alone; never wait
+    2  read `next_run_at <= now()` again       under the lock, by a statement of its own: only now does it see what
+                                               the one before us committed
+    3  insert the runs, unique on the slot     the second belt: a slot that has a run makes no other
+    4  move `next_run_at` on, if it is still
+       what was read                           the third
+    5  commit                                  which frees the lock
+
+The lock is freed by the commit, and by then the table says what the lock said. Freed any earlier it would protect
+nothing: the next instance would get it a millisecond later and find the action as due as before.
+
+    the instance dies            before 5: nothing happened, the next one does it. After 5: the run is there
+    it is frozen in between      the server ends its transaction after `SHORT`, and the lock with it
+    an error                     nothing happened; tried again
+
+"Now" is PostgreSQL's, at both places; an instance's own clock is only used to wait.
+
+The leader is punctual: it waits for the next slot. The others follow `BACK_UP` behind it, from what the lookout tells
+them, so that an idle cluster asks no more often for having more instances. An action is only scheduled by instances
+whose code has it.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import psycopg
+
+from app.fleet.cluster.member import Member
+from app.fleet.db.namespace import Lock
+from app.fleet.db.pool import Connection, Database
+from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.claim import SHORT, Clock
+from app.fleet.engine.schedule import Schedule
+from app.fleet.errors import DatabaseError
+from app.fleet.phase import Course
 from app.fleet.service import Service
+from app.fleet.telemetry.logs import events
+
+BACK_UP = 1.0
+BATCH = 250
+RETRY = 0.1
+CONTENDED = 0.02
+
+log = events(__name__)
+
+# The first number of the lock is the namespace's, the second the action's (`db/namespace.py`). LIMIT before the lock:
+# a lock is taken for every row the condition looks at.
+LOCK_DUE = """
+WITH due AS MATERIALIZED (
+    SELECT id
+    FROM {schema}.actions
+    WHERE next_run_at <= clock_timestamp() AND paused_at IS NULL AND id = ANY (%(actions)s)
+    ORDER BY next_run_at, id
+    LIMIT %(batch)s
+)
+SELECT id, pg_try_advisory_xact_lock({class}, %(kind)s + id) FROM due
+"""
+
+READ_AGAIN = """
+SELECT id, schedule, misfire, overlap, next_run_at, clock_timestamp()
+FROM {schema}.actions
+WHERE id = ANY (%(actions)s) AND next_run_at <= clock_timestamp() AND paused_at IS NULL
+"""
+
+# Slots whose action is still busy with an earlier one are left out, if it wants it so.
+INSERT_RUNS = """
+WITH slots AS (
+    SELECT *
+    FROM unnest(%(actions)s::int[], %(slots)s::timestamptz[], %(jitters)s::float8[], %(alone)s::bool[])
+         AS s (action_id, slot, jitter, alone)
+    WHERE NOT (alone AND EXISTS (
+        SELECT FROM {schema}.runs AS r WHERE r.action_id = s.action_id AND r.state IN ('pending', 'running')
+    ))
+), new AS (
+    INSERT INTO {schema}.run_keys (action_id, key, run_id)
+    SELECT action_id, 'slot:' || to_char(slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US'),
+           nextval('{schema}.runs_id_seq')
+    FROM slots
+    ORDER BY action_id, slot
+    ON CONFLICT DO NOTHING
+    RETURNING action_id, key, run_id
+), added AS (
+    INSERT INTO {schema}.runs (id, action_id, priority, run_at, max_attempts, trigger, scheduled_for)
+    SELECT n.run_id, s.action_id, a.priority, s.slot + make_interval(secs => s.jitter * random()), a.max_attempts,
+           'schedule', s.slot
+    FROM new AS n
+    JOIN slots AS s ON s.action_id = n.action_id
+         AND n.key = 'slot:' || to_char(s.slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US')
+    JOIN {schema}.actions AS a ON a.id = s.action_id
+    RETURNING action_id, priority, run_at
+), told AS (
+    SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
+                                         floor(extract(epoch FROM min(run_at)) * 1e6)::int8))
+    FROM added
+    GROUP BY action_id, priority
+)
+SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
+"""
+
+ADVANCE = """
+UPDATE {schema}.actions AS a
+SET next_run_at = n.next
+FROM unnest(%(actions)s::int[], %(were)s::timestamptz[], %(nexts)s::timestamptz[]) AS n (action_id, was, next)
+WHERE a.id = n.action_id AND a.next_run_at = n.was
+"""
+
+NEXT_SLOT = """
+SELECT min(next_run_at), clock_timestamp()
+FROM {schema}.actions
+WHERE id = ANY (%(actions)s) AND paused_at IS NULL
+"""
 
 
 class Scheduler(Service):
     name = "scheduler"
+
+    def __init__(self, database: Database, member: Member, catalogue: Catalogue, course: Course, clock: Clock) -> None:
+        super().__init__()
+        self.scheduled = 0
+        self._database = database
+        self._sql = database.namespace.sql
+        self._member = member
+        self._catalogue = catalogue
+        self._course = course
+        self._clock = clock
+        self._lane = database.lane()
+        self._due: float | None = None
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def expect(self, slot: datetime) -> None:
+        """A slot is due then, if not earlier ones."""
+        due = self._clock.loop_time(slot)
+        if self._due is None or due < self._due:
+            self._due = due
+        self._wake.set()
+
+    def look_now(self) -> None:
+        """Leadership came to us, or a schedule has changed."""
+        self._due = 0.0
+        self._wake.set()
+
+    async def _start(self) -> None:
+        self._task = asyncio.create_task(self._schedule_for_ever(), name="scheduler")
+
+    async def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._lane.close()
+
+    async def _schedule_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            behind = 0.0 if self._member.leading else BACK_UP
+            if self._due is None or not self._may_schedule():
+                await self._sleep(None if self._may_schedule() else BACK_UP)
+            elif (left := self._due + behind - loop.time()) > 0:
+                await self._sleep(left)
+            else:
+                self._due = None
+                try:
+                    await self._schedule()
+                except (psycopg.Error, DatabaseError) as error:
+                    log.debug("scheduler.failed", reason=" ".join(str(error).split()))
+                    self._due = loop.time()
+                    await asyncio.sleep(RETRY)
+
+    def _may_schedule(self) -> bool:
+        return not self._course.draining.is_set() and self._member.holds() and len(self._catalogue) > 0
+
+    async def _sleep(self, seconds: float | None) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+
+    async def _schedule(self) -> None:
+        """Claim everything that is due, batch by batch, and learn what is due next."""
+        loop = asyncio.get_running_loop()
+        async with self._lane.connection() as connection:
+            while self._may_schedule():
+                taken, contended = await self._claim_due(connection)
+                if taken < BATCH:
+                    break
+            answer = await connection.execute(self._sql(NEXT_SLOT), {"actions": self._catalogue.ids})
+            row = await answer.fetchone()
+        assert row is not None
+        slot, server_now = row
+        self._clock.learn(server_now, loop.time())
+        if slot is not None:
+            self.expect(slot)
+            if contended and self._due is not None:
+                self._due = max(self._due, loop.time() + CONTENDED)
+
+    async def _claim_due(self, connection: Connection) -> tuple[int, bool]:
+        """One transaction of the protocol above. Returns how many were due, and whether some were left to others."""
+        async with connection.transaction():
+            await connection.execute(SHORT)
+            asked = {"actions": self._catalogue.ids, "batch": BATCH, "kind": Lock.ACTION.key(0)}
+            due = await (await connection.execute(self._sql(LOCK_DUE), asked)).fetchall()
+            held = [identifier for identifier, taken in due if taken]
+            if held:
+                again = await connection.execute(self._sql(READ_AGAIN), {"actions": held})
+                await self._insert(connection, await again.fetchall())
+        return len(due), len(held) < len(due)
+
+    async def _insert(self, connection: Connection, due: Sequence[tuple[Any, ...]]) -> None:
+        actions, slots, jitters, alone = [], [], [], []
+        moved, were, nexts = [], [], []
+        for identifier, schedule, misfire, overlap, next_run_at, now in due:
+            # By the database's words, whatever our code says: releases may be mixed.
+            own, following = read(schedule).due(next_run_at, now, misfire)
+            # With overlap="skip", several missed slots are one: the second would find the first active.
+            for slot in own[-1:] if overlap == "skip" else own:
+                actions.append(identifier)
+                slots.append(slot)
+                jitters.append(read(schedule).jitter)
+                alone.append(overlap == "skip")
+            moved.append(identifier)
+            were.append(next_run_at)
+            nexts.append(following)
+        runs = {"actions": actions, "slots": slots, "jitters": jitters, "alone": alone}
+        answer = await (await connection.execute(self._sql(INSERT_RUNS), runs)).fetchone()
+        await connection.execute(self._sql(ADVANCE), {"actions": moved, "were": were, "nexts": nexts})
+        assert answer is not None
+        self.scheduled += answer[0]
+
+
+@lru_cache(maxsize=10_000)
+def read(schedule: str) -> Schedule:
+    return Schedule.parse(schedule)

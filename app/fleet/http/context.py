@@ -7,6 +7,7 @@ from fastapi import Depends, Request
 
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
+from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.problems import Unavailable
 from app.fleet.http.readiness import Readiness
@@ -25,10 +26,11 @@ class Context:
     shutdown_seconds: dict[str, float] = field(default_factory=dict)
     _database: Database | None = None
     _member: Member | None = None
+    _engine: Engine | None = None
     _readiness: Readiness | None = None
 
-    def started(self, database: Database, member: Member) -> None:
-        self._database, self._member = database, member
+    def started(self, database: Database, member: Member, engine: Engine) -> None:
+        self._database, self._member, self._engine = database, member, engine
         self._readiness = Readiness(database, member)
 
     @property
@@ -42,6 +44,16 @@ class Context:
         if self._member is None:
             raise Unavailable("this instance is still starting")
         return self._member
+
+    @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise Unavailable("this instance is still starting")
+        return self._engine
 
     @property
     def readiness(self) -> Readiness:

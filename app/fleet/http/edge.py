@@ -25,6 +25,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.fleet.engine.trigger import current
 from app.fleet.errors import FleetError
 from app.fleet.http.context import Context
 from app.fleet.http.problems import KINDS, HttpError, PayloadTooLarge, problem
@@ -94,6 +95,8 @@ class Exchange:
     async def run(self) -> None:
         context = self._context
         token = request_id.set(self._id)
+        if context.has_engine:
+            current.set(context.engine.triggers)
         context.in_flight += 1
         try:
             self._check_declared_length()
@@ -176,7 +179,7 @@ class Exchange:
         self._streams_events = headers.get("content-type", "").startswith("text/event-stream")
 
     def _end_stream(self) -> Awaitable[None]:
-        retry = random.randint(*RETRY_MS)  # noqa: S311 — spreads reconnecting clients, keeps no secret
+        retry = random.randint(*RETRY_MS)
         return self.send({"type": "http.response.body", "body": b"retry: %d\n\n" % retry, "more_body": False})
 
 

@@ -1,0 +1,347 @@
+"""The claim: pending runs become running, here, each by one instance, with a token nobody had before.
+
+One statement picks, with `FOR UPDATE SKIP LOCKED`, and takes. It asks for three things that must be true in the moment
+of the commit, and holds them until then:
+
+- this instance is alive: its row is locked FOR KEY SHARE, and who declares it gone locks it FOR UPDATE. Either the
+  claim commits first, and the death's transaction sees its runs; or the death does, and the claim finds nobody. A run
+  that is `running` under an instance that is gone, with nobody to take it back, cannot come to be.
+- the action is not paused;
+- for an action with `concurrency` or `rate`: its row is locked, and what runs is counted after that, by a statement of
+  its own, because a statement sees what was committed when it began. That makes both exact, and claims of one such
+  action take turns.
+
+Where to look is kept in memory (`Ready`), by action and priority: told by notifications, by our own retries, and by
+the poll, which asks the database which there are (`lookout.py`). Nothing depends on it but speed.
+
+Each place has a floor: an instant before which nothing is waiting there. An index keeps the entries of runs that have
+left until vacuum removes them, which a single open snapshot anywhere in the database delays for as long as it lives;
+a claim that began at the index's beginning would walk through all of them. It begins at the floor instead. The floor
+is the time of the statement that found no more, and comes down again when a notification speaks of an earlier run. A
+run that was hidden at that moment (its transaction committed later, or another claim had it locked and then died) is
+found by the poll.
+
+Lock order: instance, actions by id, runs.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from app.fleet.cluster.registry import Identity
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Connection
+from app.fleet.engine.actions import Action, Catalogue
+
+# What a claim returns of each run: first what `Run` takes, then what the executor needs.
+ROW = """r.id, r.action_id, r.token, r.attempt, r.deaths, r.max_attempts, r.priority, r.trigger, r.scheduled_for,
+          r.payload::text, r.checkpoint::text, r.cancel_requested_at IS NOT NULL, r.run_at"""
+WIDTH = 11
+
+CLAIM = f"""
+WITH me AS MATERIALIZED (
+    SELECT id FROM {{schema}}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE
+), places AS (
+    SELECT *
+    FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(floors)s::timestamptz[], %(mosts)s::int[],
+                %(timeouts)s::float8[]) WITH ORDINALITY AS p (action_id, priority, floor, most, timeout, place)
+), picked AS MATERIALIZED (
+    SELECT r.id
+    FROM me, places AS p, LATERAL (
+        SELECT id
+        FROM {{schema}}.runs
+        WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
+          AND run_at >= p.floor AND run_at <= statement_timestamp()
+        ORDER BY run_at, id
+        LIMIT coalesce((
+            SELECT p.most FROM {{schema}}.actions AS a WHERE a.id = p.action_id AND a.paused_at IS NULL
+        ), 0)
+        FOR UPDATE SKIP LOCKED
+    ) AS r
+    LIMIT %(room)s
+)
+UPDATE {{schema}}.runs AS r
+SET state = 'running', token = r.token + 1, attempt = r.attempt + 1, instance_id = %(me)s, instance = %(name)s,
+    started_at = clock_timestamp(), deadline_at = clock_timestamp() + make_interval(secs => p.timeout)
+FROM places AS p
+WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND p.action_id = r.action_id AND p.priority = r.priority
+RETURNING {ROW}
+"""
+
+# Those that somebody else is claiming right now are left out; there will be another time.
+LOCK_LIMITED = """
+SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO KEY UPDATE SKIP LOCKED
+"""
+
+# What is left, under the lock. `rate_used_until` moves on by one interval for each start (GCRA); it may run ahead of
+# the clock by the burst, and no further.
+ALLOWED = """
+SELECT a.id,
+       least(
+           a.concurrency - (
+               SELECT count(*) FROM {schema}.runs AS r WHERE r.action_id = a.id AND r.state = 'running'
+           ),
+           floor(
+               a.rate_burst
+               - extract(epoch FROM greatest(a.rate_used_until, statement_timestamp()) - statement_timestamp())
+                 / a.rate_interval
+               + 1e-6
+           )
+       )::int AS allowed,
+       extract(epoch FROM a.rate_used_until - statement_timestamp())::float8 - (a.rate_burst - 1) * a.rate_interval
+FROM {schema}.actions AS a
+WHERE a.id = ANY (%(actions)s)
+"""
+
+USE_RATE = """
+UPDATE {schema}.actions AS a
+SET rate_used_until = greatest(a.rate_used_until, statement_timestamp())
+                      + make_interval(secs => u.started * a.rate_interval)
+FROM unnest(%(actions)s::int[], %(started)s::int[]) AS u (action_id, started)
+WHERE a.id = u.action_id AND a.rate_interval IS NOT NULL
+"""
+
+# A frozen process must not keep the lock for longer than its lease.
+SHORT = "SELECT set_config('idle_in_transaction_session_timeout', '5000', true)"
+
+# When the next one is due, of places where nothing is due now.
+NEXT_DUE = """
+SELECT p.action_id, p.priority, f.run_at, clock_timestamp()
+FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority), LATERAL (
+    SELECT run_at
+    FROM {schema}.runs
+    WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority AND run_at >= statement_timestamp()
+    ORDER BY run_at
+    LIMIT 1
+) AS f
+"""
+
+# Somebody else is claiming that action just now; a limit is reached and nobody says when it will not be.
+CONTENDED = 0.01
+BLOCKED = 0.5
+
+LONG_AGO = datetime.fromisoformat("2000-01-01T00:00:00+00:00")
+Place = tuple[int, int]
+
+
+@dataclass
+class Spot:
+    """What is known of one action and priority."""
+
+    floor: datetime = LONG_AGO
+    # When to look there, on the event loop's clock; None: nothing is known to wait there.
+    due: float | None = None
+    # Something is known to wait there for a later time, so that it is worth asking for the next.
+    later: bool = False
+
+
+@dataclass
+class Clock:
+    """PostgreSQL's clock beside the event loop's, learnt from the answers. Used for when to look, and nothing else."""
+
+    at: datetime = LONG_AGO
+    when: float = 0.0
+
+    def learn(self, at: datetime, when: float) -> None:
+        self.at, self.when = at, when
+
+    def instant(self, now: float) -> datetime:
+        """What PostgreSQL's clock says now, or a little less: an answer is older than its arrival."""
+        return self.at + timedelta(seconds=now - self.when)
+
+    def loop_time(self, instant: datetime) -> float:
+        return self.when + (instant - self.at).total_seconds()
+
+
+class Ready:
+    """Where runs may be waiting."""
+
+    def __init__(self, catalogue: Catalogue, clock: Clock) -> None:
+        self._catalogue = catalogue
+        self._clock = clock
+        self._spots: dict[Place, Spot] = {}
+        # What was told while a claim was under way, whose answer cannot know it.
+        self._told: dict[Place, datetime] | None = None
+
+    def tell(self, action_id: int, priority: int, run_at: datetime, now: float) -> None:
+        """A run waits there from then on."""
+        if self._catalogue.of_id(action_id) is None:
+            return
+        place = (action_id, priority)
+        spot = self._spots.setdefault(place, Spot(floor=run_at))
+        due = max(now, self._clock.loop_time(run_at))
+        spot.floor = min(spot.floor, run_at)
+        spot.due = due if spot.due is None else min(spot.due, due)
+        spot.later |= due > now
+        if self._told is not None:
+            self._told[place] = min(run_at, self._told.get(place, run_at))
+
+    def wait(self, place: Place, due: float) -> None:
+        """Look there again at that time: a limit stands in the way until then."""
+        self._spots[place].due = due
+
+    def look_at_action(self, action_id: int, now: float) -> None:
+        for place, spot in self._spots.items():
+            if place[0] == action_id:
+                spot.due = now
+
+    def due(self, now: float) -> list[tuple[Place, Spot]]:
+        """Where to look now: the highest priority first, then whoever waits longest."""
+        found = [(place, spot) for place, spot in self._spots.items() if spot.due is not None and spot.due <= now]
+        if len(found) > 1:
+            found.sort(key=lambda each: (-each[0][1], each[1].floor, each[0]))
+        return found
+
+    def next_due(self) -> float | None:
+        return min((spot.due for spot in self._spots.values() if spot.due is not None), default=None)
+
+    def begin(self) -> None:
+        self._told = {}
+
+    def end(self) -> dict[Place, datetime]:
+        told, self._told = self._told or {}, None
+        return told
+
+    def found(self, place: Place, latest: datetime) -> None:
+        """There were as many as were asked for: go on from the last."""
+        self._spots[place].floor = latest
+
+    def exhausted(self, place: Place, asked_at: datetime, told: datetime | None) -> None:
+        """Nothing more is due there, as of that moment."""
+        spot = self._spots[place]
+        # A little before it: run_at is when a transaction began, and some commit later than they began.
+        spot.floor = asked_at - timedelta(milliseconds=5) if told is None else min(told, asked_at)
+        if told is None:
+            spot.due = None
+
+    def next_is(self, place: Place, run_at: datetime | None, now: float) -> None:
+        spot = self._spots[place]
+        spot.later = run_at is not None
+        if run_at is not None:
+            due = max(now, self._clock.loop_time(run_at))
+            spot.due = due if spot.due is None else min(spot.due, due)
+
+
+class Claimant:
+    """Claims for one instance, through whatever connection it is given."""
+
+    def __init__(self, namespace: Namespace, catalogue: Catalogue, clock: Clock) -> None:
+        self.ready = Ready(catalogue, clock)
+        self.clock = clock
+        self._sql = namespace.sql
+        self._catalogue = catalogue
+
+    async def claim(
+        self, connection: Connection, me: Identity, due: Sequence[tuple[Place, Spot]], room: int, now: float
+    ) -> list[tuple[Any, ...]]:
+        """Take what is due at these places, as much as there is room for."""
+        free = [each for each in due if not self._action(each[0][0]).limited]
+        limited = [each for each in due if self._action(each[0][0]).limited]
+        rows: list[tuple[Any, ...]] = []
+        if free:
+            rows = await self._take(connection, me, free, shares(free, room), room, now)
+        if limited and len(rows) < room:
+            rows += await self._take_limited(connection, me, first_of_each(limited), room - len(rows), now)
+        return rows
+
+    async def _take(
+        self,
+        connection: Connection,
+        me: Identity,
+        places: Sequence[tuple[Place, Spot]],
+        mosts: Sequence[int],
+        room: int,
+        now: float,
+    ) -> list[tuple[Any, ...]]:
+        asked_at = self.clock.instant(now)
+        values = {
+            "me": me.id,
+            "name": me.name,
+            "actions": [place[0] for place, _ in places],
+            "priorities": [place[1] for place, _ in places],
+            "floors": [spot.floor for _, spot in places],
+            "mosts": list(mosts),
+            "timeouts": [self._action(place[0]).timeout for place, _ in places],
+            "room": room,
+        }
+        self.ready.begin()
+        try:
+            async with connection.cursor(binary=True) as cursor:
+                await cursor.execute(self._sql(CLAIM), values)
+                rows = await cursor.fetchall()
+        finally:
+            told = self.ready.end()
+        done = []
+        counts: dict[Place, int] = {}
+        latest: dict[Place, datetime] = {}
+        for row in rows:
+            place = (row[1], row[6])
+            counts[place] = counts.get(place, 0) + 1
+            if place not in latest or row[12] > latest[place]:
+                latest[place] = row[12]
+        for (place, spot), most in zip(places, mosts, strict=True):
+            if counts.get(place, 0) >= most or len(rows) >= room:
+                if place in latest:
+                    self.ready.found(place, min(latest[place], told.get(place, latest[place])))
+            else:
+                self.ready.exhausted(place, asked_at, told.get(place))
+                if spot.later:
+                    done.append(place)
+        if done:
+            await self._ask_for_next(connection, done, now)
+        return rows
+
+    async def _take_limited(
+        self, connection: Connection, me: Identity, places: Sequence[tuple[Place, Spot]], room: int, now: float
+    ) -> list[tuple[Any, ...]]:
+        """Take from actions whose limits the whole cluster shares; one claim of an action at a time."""
+        by_action = {place[0]: (place, spot) for place, spot in places}
+        async with connection.transaction():
+            await connection.execute(SHORT)
+            asked = {"actions": list(by_action)}
+            held = [row[0] for row in await (await connection.execute(self._sql(LOCK_LIMITED), asked)).fetchall()]
+            answer = await connection.execute(self._sql(ALLOWED), {"actions": held})
+            allowed = {row[0]: row[1:] for row in await answer.fetchall()}
+            open_ = [identifier for identifier in held if allowed[identifier][0] > 0]
+            mosts = [min(room, allowed[identifier][0]) for identifier in open_]
+            rows = []
+            if open_:
+                chosen = [by_action[identifier] for identifier in open_]
+                rows = await self._take(connection, me, chosen, mosts, room, now)
+                started = [sum(row[1] == identifier for row in rows) for identifier in open_]
+                await connection.execute(self._sql(USE_RATE), {"actions": open_, "started": started})
+        for identifier, (place, _) in by_action.items():
+            if identifier not in allowed:
+                self.ready.wait(place, now + CONTENDED)
+            elif identifier not in open_:
+                wait = allowed[identifier][1]
+                self.ready.wait(place, now + (BLOCKED if wait is None else min(max(wait, 0.001), BLOCKED)))
+        return rows
+
+    async def _ask_for_next(self, connection: Connection, places: Sequence[Place], now: float) -> None:
+        values = {"actions": [place[0] for place in places], "priorities": [place[1] for place in places]}
+        rows = await (await connection.execute(self._sql(NEXT_DUE), values)).fetchall()
+        found = {(row[0], row[1]): row[2] for row in rows}
+        for place in places:
+            self.ready.next_is(place, found.get(place), now)
+
+    def _action(self, identifier: int) -> Action[Any]:
+        action = self._catalogue.of_id(identifier)
+        assert action is not None, "only places of our own actions are ready here"
+        return action
+
+
+def shares(places: Sequence[tuple[Place, Spot]], room: int) -> list[int]:
+    """Give each place of one priority the same share, so that a flood of one action does not starve the others."""
+    sizes = Counter(place[1] for place, _ in places)
+    return [-(-room // sizes[place[1]]) for place, _ in places]
+
+
+def first_of_each(places: Sequence[tuple[Place, Spot]]) -> list[tuple[Place, Spot]]:
+    """Keep the first place of each action: its limit is one, whatever the priorities."""
+    first: dict[int, tuple[Place, Spot]] = {}
+    for each in places:
+        first.setdefault(each[0][0], each)
+    return list(first.values())

@@ -1,0 +1,72 @@
+"""The engine of one instance: its actions, and the services that schedule, claim, run and watch over runs.
+
+Wired here, and nowhere else: who is told what. Notifications come in as `kind:rest`:
+
+    runs:action:priority:instant    runs wait there, from that instant on (microseconds since 1970)
+    cancel:run                      a running run is to be cancelled
+    slots                           a schedule was changed or resumed
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from app.fleet.cluster.member import Member
+from app.fleet.db.pool import Database
+from app.fleet.engine import recovery
+from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.executor import Executor
+from app.fleet.engine.lookout import Lookout
+from app.fleet.engine.scheduler import Scheduler
+from app.fleet.engine.synchronise import synchronise
+from app.fleet.engine.trigger import Triggers, current
+from app.fleet.phase import Course
+from app.fleet.service import Service
+from app.fleet.settings import FleetSettings
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Engine:
+    def __init__(
+        self, settings: FleetSettings, database: Database, member: Member, catalogue: Catalogue, course: Course
+    ) -> None:
+        self.catalogue = catalogue
+        self.triggers = Triggers(database, catalogue)
+        self.executor = Executor(settings, database, member, catalogue, course)
+        self.scheduler = Scheduler(database, member, catalogue, course, self.executor.claimant.clock)
+        self.lookout = Lookout(database, member, catalogue, self.executor, self.scheduler.expect)
+        self._database = database
+        member.on_death(recovery.TakeBack(database.namespace))
+        member.on_lost(self.executor.drop)
+        member.on_elected(self._elected)
+        member.on_notification("runs", self._runs_wait)
+        member.on_notification("cancel", lambda run: self.executor.cancel(int(run)))
+        member.on_notification("slots", lambda _: self.scheduler.look_now())
+        member.count_running(lambda: len(self.executor.running_runs))
+
+    @property
+    def services(self) -> Sequence[Service]:
+        """In the order in which they start."""
+        return (self.executor, self.lookout, self.scheduler)
+
+    async def synchronise(self) -> None:
+        """Write the actions of this code into the database, before anything looks for them."""
+        async with self._database.connection() as connection:
+            await synchronise(connection, self._database.namespace, self.catalogue)
+        # Tasks started from here on know whose actions `trigger` means.
+        current.set(self.triggers)
+
+    async def pause(self) -> None:
+        """Stop the executor; the lookout goes on until then, because it sees what is to be cancelled."""
+        await self.executor.stop()
+        await self.lookout.stop()
+
+    def _elected(self) -> None:
+        self.scheduler.look_now()
+        self.lookout.look_now()
+
+    def _runs_wait(self, rest: str) -> None:
+        action_id, priority, instant = map(int, rest.split(":"))
+        now = self.executor.now()
+        self.executor.claimant.ready.tell(action_id, priority, EPOCH + timedelta(microseconds=instant), now)
+        self.executor.wake()

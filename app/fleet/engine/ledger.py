@@ -1,0 +1,448 @@
+"""The ledger: everything an attempt writes about its run, in batches, and never with an old token.
+
+One writer for each instance, on a connection of its own. While a batch is on its way, the next one fills: a lone run
+is written at once, a flood in batches of `BATCH`. In each round it writes, in this order:
+
+    events, checkpoints     what a run said before it ended must be there before its end is
+    runs given back         a retry, a pause: `pending` again
+    runs that ended         moved from `runs` to `finished_runs`, in one statement
+
+Every statement asks for `(id, token)` and the state `running`. A row that is not found was taken over: that write is
+refused, counted, and whoever still works on the run is stopped. Unless it is our own write come back: when a
+connection breaks under a statement, nobody knows whether it happened, so it is sent again, and what is missing then
+may simply be done. `CONFIRM` tells the two apart: what we ended bears our token, and nobody else can have that.
+
+    failure                                   what happens
+    process dies before the statement         the run is taken over and attempted again
+    process dies after it                     done
+    database away                             the batch waits, and with it its runs' slots; tried again until it is back
+    a value PostgreSQL refuses                the batch is halved until the culprit is alone, and that one run fails
+
+A slot is free when its run's end is durable, and not before: an instance cannot claim faster than it can complete.
+
+What it does not promise: that an event which was not yet written survives the death of the process.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import psycopg
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outage
+from app.fleet.db.statements import fetch
+from app.fleet.engine.run import STATE_MOST, Run, as_json
+from app.fleet.errors import Fenced
+from app.fleet.stream import events as stream
+from app.fleet.telemetry.logs import events
+
+Answer = TypeVar("Answer")
+
+BATCH = 1000
+RETRY = 0.1
+# Events an instance keeps before `emit` waits for the ledger.
+EVENTS_KEPT = 5000
+ERROR_MOST = 10_000
+# Deadlock, serialization failure: try again, nothing is wrong with the values.
+TRANSIENT = {"40001", "40P01", "55P03", "57014"}
+
+log = events(__name__)
+
+FINISH = """
+WITH ended AS (
+    SELECT *
+    FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
+         AS e (id, token, state, result, error)
+), gone AS (
+    DELETE FROM {schema}.runs AS r
+    USING ended AS e
+    WHERE r.id = e.id AND r.token = e.token AND r.state = 'running'
+    RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
+)
+INSERT INTO {schema}.finished_runs (
+    id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
+    payload, checkpoint, progress, result, error, events, created_at, started_at, finished_at, expires_at
+)
+SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
+       g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by, g.events,
+       g.created_at, g.started_at, clock_timestamp(), clock_timestamp() + a.retention
+FROM gone AS g
+JOIN {schema}.actions AS a ON a.id = g.action_id
+"""
+
+# Back to `pending`. A retry waits for its delay; a pause goes on where it was, as if it had not been claimed.
+GIVE_BACK = """
+WITH back AS (
+    UPDATE {schema}.runs AS r
+    SET state = 'pending',
+        run_at = CASE WHEN b.delay IS NULL THEN r.run_at ELSE clock_timestamp() + make_interval(secs => b.delay) END,
+        attempt = r.attempt - CASE WHEN b.delay IS NULL THEN 1 ELSE 0 END,
+        error = coalesce(b.error, r.error),
+        deadline_at = NULL
+    FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(delays)s::float8[], %(errors)s::text[])
+         AS b (id, token, delay, error)
+    WHERE r.id = b.id AND r.token = b.token AND r.state = 'running'
+    RETURNING r.id, r.action_id, r.priority, r.run_at
+), told AS (
+    SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
+                                         floor(extract(epoch FROM min(run_at)) * 1e6)::int8))
+    FROM back
+    GROUP BY action_id, priority
+)
+SELECT id FROM back, (SELECT count(*) FROM told) AS t
+"""
+
+CHECKPOINT = """
+UPDATE {schema}.runs AS r
+SET checkpoint = c.state::json
+FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[]) AS c (id, token, state)
+WHERE r.id = c.id AND r.token = c.token AND r.state = 'running'
+RETURNING r.id, r.token
+"""
+
+# Which of these ended, or went back, with the very token we had. A token is drawn once, so it was we who did it.
+CONFIRM = """
+SELECT w.id
+FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token)
+WHERE EXISTS (SELECT FROM {schema}.finished_runs AS f WHERE f.id = w.id AND f.token = w.token)
+   OR (%(returned)s AND EXISTS (
+       SELECT FROM {schema}.runs AS r WHERE r.id = w.id AND r.token = w.token AND r.state = 'pending'
+   ))
+"""
+
+# KEY SHARE, because a takeover locks FOR UPDATE, which waits for it, and a checkpoint does not, which need not.
+GUARD = """
+SELECT id FROM {schema}.runs WHERE id = %(id)s AND token = %(token)s AND state = 'running' FOR KEY SHARE
+"""
+
+
+class Ended(NamedTuple):
+    run: Run[Any]
+    # None for `succeeded`, which nearly all are.
+    state: str | None
+    result: str | None
+    error: str | None
+
+
+class Returned(NamedTuple):
+    run: Run[Any]
+    # None for a pause, which takes the attempt back.
+    delay: float | None
+    error: str | None
+
+
+class Kept(NamedTuple):
+    run: Run[Any]
+    state: str
+    done: "asyncio.Future[None]"
+
+
+class Ledger:
+    """Appended to by the executor and the handles; written by its own task."""
+
+    def __init__(
+        self,
+        database: Database,
+        on_settled: Callable[[Sequence[Run[Any]]], None],
+        on_fenced: Callable[[Run[Any]], None],
+    ) -> None:
+        """`on_settled` is told which runs are done with, durably; `on_fenced` of one that goes on without right."""
+        self.stopping = asyncio.Event()
+        self.fenced: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self._database = database
+        self._sql = database.namespace.sql
+        self._settled = on_settled
+        self._on_fenced = on_fenced
+        self._lane = database.lane()
+        self._ended: list[Ended] = []
+        self._returned: list[Returned] = []
+        self._kept: list[Kept] = []
+        self._events: list[tuple[Run[Any], stream.Event]] = []
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- what an attempt says -----------------------------------------------------------------------------------------
+
+    def succeeded(self, run: Run[Any], result: str | None) -> None:
+        self._ended.append(Ended(run, None, result, None))
+        self._work.set()
+
+    def failed(self, run: Run[Any], error: str) -> None:
+        self._ended.append(Ended(run, "failed", None, storable(error)))
+        self._work.set()
+
+    def cancelled(self, run: Run[Any], error: str) -> None:
+        self._ended.append(Ended(run, "cancelled", None, storable(error)))
+        self._work.set()
+
+    def retry(self, run: Run[Any], delay: float, error: str) -> None:
+        self._returned.append(Returned(run, delay, storable(error)))
+        self._work.set()
+
+    def paused(self, run: Run[Any]) -> None:
+        self._returned.append(Returned(run, None, None))
+        self._work.set()
+
+    async def checkpoint(self, run: Run[Any], state: str) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._kept.append(Kept(run, state, done))
+        self._work.set()
+        await done
+
+    async def emit(self, run: Run[Any], kind: str, data: str | None) -> None:
+        if run.ending == "fenced":
+            raise fenced(run)
+        run.said += 1
+        self._events.append((run, stream.Event(run.id, run.token, kind, data)))
+        self._work.set()
+        if len(self._events) > EVENTS_KEPT:
+            self._room.clear()
+            await self._room.wait()
+
+    @asynccontextmanager
+    async def committing(self, run: Run[Any]) -> AsyncIterator[AsyncSession]:
+        try:
+            async with self._database.session() as session:
+                yield session
+        except Fenced:
+            self._refuse(run, "commit")
+            raise
+
+    async def complete_in(self, session: AsyncSession, run: Run[Any]) -> None:
+        """Complete a run in the transaction of its effects. Its events first: they must be there before its end."""
+        while run.said:
+            self._work.set()
+            await self._idle.wait()
+            await asyncio.sleep(0)
+        result = None if run.result is None else as_json(run.result, "the result", STATE_MOST)
+        values = {"ids": [run.id], "tokens": [run.token], "states": None, "results": [result], "errors": None}
+        # Asked for the id, because SQLAlchemy does not tell how many rows a statement without any changed.
+        if not await fetch(session, self._sql(FINISH + "RETURNING id"), values):
+            raise fenced(run)
+
+    async def guard(self, session: AsyncSession, run: Run[Any]) -> None:
+        if not await fetch(session, self._sql(GUARD), {"id": run.id, "token": run.token}):
+            self._refuse(run, "guard")
+            raise fenced(run)
+
+    def wait_from_thread(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Let the event loop do something for a thread."""
+        assert self._loop is not None
+        if asyncio._get_running_loop() is not None:  # noqa: SLF001 — the public one raises where there is none
+            work.close()
+            raise RuntimeError("`run.blocking` is for plain functions; an async action awaits the run's own methods")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # -- the writer ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._write_for_ever(), name="ledger")
+
+    async def empty(self) -> None:
+        """Wait until everything said so far is written."""
+        while self._busy():
+            self._work.set()
+            await self._idle.wait()
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._lane.close()
+
+    def _busy(self) -> bool:
+        return bool(self._ended or self._returned or self._kept or self._events) or not self._idle.is_set()
+
+    async def _write_for_ever(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            self._idle.clear()
+            try:
+                await self._write_round()
+            finally:
+                self._idle.set()
+
+    async def _write_round(self) -> None:
+        said, self._events = self._events[:BATCH], self._events[BATCH:]
+        kept, self._kept = self._kept[:BATCH], self._kept[BATCH:]
+        # A run's events are all written before its end: it said them before it ended.
+        more = bool(self._events)
+        returned, self._returned = (self._returned, []) if not more else ([], self._returned)
+        ended: list[Ended] = []
+        if not more:
+            ended, self._ended = self._ended[:BATCH], self._ended[BATCH:]
+        if said:
+            await self._persist(said, self._append)
+            for run, _ in said:
+                run.said -= 1
+            self._room.set()
+        if kept:
+            await self._persist(kept, self._keep)
+        if returned:
+            await self._persist(returned, self._give_back)
+        if ended:
+            await self._persist(ended, self._finish)
+        if more or self._ended or self._kept:
+            self._work.set()
+
+    async def _persist(self, batch: Sequence[Any], write: Callable[..., Coroutine[Any, Any, None]]) -> None:
+        """Write a batch, for as long as it takes."""
+        again = False
+        while True:
+            try:
+                async with self._lane.connection() as connection:
+                    await write(connection, batch, again)
+            except (psycopg.Error, DatabaseAway) as error:
+                if not worth_repeating(error):
+                    await self._isolate(batch, write, error)
+                    return
+                again = True
+                await asyncio.sleep(RETRY)
+            else:
+                return
+
+    async def _isolate(
+        self, batch: Sequence[Any], write: Callable[..., Coroutine[Any, Any, None]], error: Exception
+    ) -> None:
+        """PostgreSQL refuses something in this batch: find out what, and lose nothing else over it."""
+        if len(batch) > 1:
+            middle = len(batch) // 2
+            await self._persist(batch[:middle], write)
+            await self._persist(batch[middle:], write)
+            return
+        (item,) = batch
+        run: Run[Any] = item[0]
+        log.error("run.write_refused", run=run.id, action=run.action, what=write.__name__.strip("_"), error=error)
+        text = f"what it wrote was refused by PostgreSQL: {' '.join(str(error).split())}"
+        if isinstance(item, Kept):
+            if not item.done.done():
+                item.done.set_exception(error)
+        elif isinstance(item, Ended) and item.error != text:
+            await self._persist([Ended(run, "failed", None, text)], write)
+        elif isinstance(item, Ended | Returned):
+            # Its deadline is what is left to end it.
+            self._settled([run])
+
+    # -- the statements -----------------------------------------------------------------------------------------------
+
+    async def _append(
+        self, connection: Connection, batch: Sequence[tuple[Run[Any], stream.Event]], _again: bool
+    ) -> None:
+        stale = await stream.append(connection, self._database.namespace, [event for _, event in batch])
+        for run in {id(run): run for run, _ in batch if (run.id, run.token) in stale}.values():
+            self._refuse(run, "event")
+
+    async def _keep(self, connection: Connection, batch: Sequence[Kept], _again: bool) -> None:
+        # The last one of a run counts: a statement may touch a row only once.
+        latest = {(each.run.id, each.run.token): each.state for each in batch}
+        values = {
+            "ids": [run_id for run_id, _ in latest],
+            "tokens": [token for _, token in latest],
+            "states": list(latest.values()),
+        }
+        written = set(await (await connection.execute(self._sql(CHECKPOINT), values)).fetchall())
+        for each in batch:
+            stale = (each.run.id, each.run.token) not in written
+            if stale:
+                self._refuse(each.run, "checkpoint")
+            if each.done.done():
+                continue
+            if stale:
+                each.done.set_exception(fenced(each.run))
+            else:
+                each.done.set_result(None)
+
+    async def _give_back(self, connection: Connection, batch: Sequence[Returned], again: bool) -> None:
+        values = {
+            "ids": [each.run.id for each in batch],
+            "tokens": [each.run.token for each in batch],
+            "delays": [each.delay for each in batch],
+            "errors": [each.error for each in batch],
+        }
+        rows = await (await connection.execute(self._sql(GIVE_BACK), values)).fetchall()
+        runs = [each.run for each in batch]
+        if len(rows) < len(batch):
+            await self._sort_out(connection, runs, {row[0] for row in rows}, returned=again)
+        for each in batch:
+            self.outcomes["retried" if each.delay is not None else "paused"] += 1
+        self._settled(runs)
+
+    async def _finish(self, connection: Connection, batch: Sequence[Ended], _again: bool) -> None:
+        runs = [each.run for each in batch]
+        # Written as text by hand: a number at a time through the driver costs more than the run.
+        values: dict[str, Any] = {
+            "ids": f"{{{','.join([str(run.id) for run in runs])}}}",
+            "tokens": f"{{{','.join([str(run.token) for run in runs])}}}",
+            "states": None,
+            "results": None,
+            "errors": None,
+        }
+        plain = True
+        for each in batch:
+            if each.state is not None or each.result is not None:
+                plain = False
+                break
+        if not plain:
+            values["states"] = [each.state for each in batch]
+            values["results"] = [each.result for each in batch]
+            values["errors"] = [each.error for each in batch]
+        cursor = await connection.execute(self._sql(FINISH), values)
+        if cursor.rowcount < len(batch):
+            await self._sort_out(connection, runs, set(), returned=False)
+        if plain:
+            self.outcomes["succeeded"] += len(batch)
+        else:
+            self.outcomes.update(each.state or "succeeded" for each in batch)
+        self._settled(runs)
+
+    async def _sort_out(
+        self, connection: Connection, runs: Sequence[Run[Any]], written: set[int], *, returned: bool
+    ) -> None:
+        """Some were not there any more: ended by us in a statement whose answer was lost, or taken over."""
+        missing = {run.id: run for run in runs if run.id not in written}
+        values = {"ids": list(missing), "tokens": [run.token for run in missing.values()], "returned": returned}
+        rows = await (await connection.execute(self._sql(CONFIRM), values)).fetchall()
+        for row in rows:
+            del missing[row[0]]
+        for run in missing.values():
+            self._refuse(run, "completion", stop=False)
+
+    def _refuse(self, run: Run[Any], what: str, *, stop: bool = True) -> None:
+        self.fenced[what] += 1
+        log.warning("run.fenced", run=run.id, action=run.action, token=run.token, what=what)
+        if stop:
+            self._on_fenced(run)
+
+
+def fenced(run: Run[Any]) -> Fenced:
+    return Fenced(
+        f"run {run.id} was taken over: the token {run.token} of this attempt is out of date, and nothing that it "
+        f"writes counts"
+    )
+
+
+def worth_repeating(error: BaseException) -> bool:
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        error = error.orig
+    if isinstance(error, psycopg.Error) and error.sqlstate in TRANSIENT:
+        return True
+    return isinstance(error, DatabaseAway | psycopg.OperationalError | psycopg.InterfaceError) or shows_an_outage(error)
+
+
+def storable(text: str) -> str:
+    """Make a text PostgreSQL takes, of whatever an exception had to say."""
+    clean = text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
+    return clean if len(clean) <= ERROR_MOST else clean[:ERROR_MOST] + " …"

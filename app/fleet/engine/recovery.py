@@ -1,0 +1,130 @@
+"""What becomes of runs whose attempt ended without a word.
+
+Two nets, with two error texts:
+
+    the instance died         in the transaction of its death (`take_back`): `pending` again, with the checkpoint
+    the handler hangs         its deadline and then `SLACK` passed, and its own instance did not end it, because its
+                              event loop is blocked or its link is all that is left of it: as if it had raised
+
+Both lock the rows FOR UPDATE first and skip those that somebody has locked: a transaction that is guarded by the run
+(`Run.guard`) holds its row until it ends, and nobody takes the run over before that. What was skipped is found again by
+the next sweep, which also looks for runs of instances that are gone (there are none, unless they were skipped).
+
+The token stays as it is: the next claim moves it. A late writer is refused already, because its run is not `running`.
+
+A death is not held against a run: it uses up no retry. But a run that takes its process down with it (a crash in a C
+library, more memory than there is) would take one after the other, so `DEATHS` of them are enough.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.fleet.cluster.registry import Session
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Connection
+from app.fleet.engine.actions import FACTOR
+
+DEATHS = 20
+# How long after its deadline a run is taken from an instance that still lives.
+SLACK = 8.0
+
+# `runs:action:priority:instant` for each place where runs wait again.
+TELL = """
+SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
+                                     floor(extract(epoch FROM min(run_at)) * 1e6)::int8))
+FROM back
+GROUP BY action_id, priority
+"""
+
+FINISH_FAILED = """
+INSERT INTO {schema}.finished_runs (
+    id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
+    payload, checkpoint, progress, error, events, created_at, started_at, finished_at, expires_at
+)
+SELECT g.id, g.action_id, 'failed', g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
+       g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress, g.ended_by, g.events,
+       g.created_at, g.started_at, clock_timestamp(), clock_timestamp() + a.retention
+FROM gone AS g
+JOIN {schema}.actions AS a ON a.id = g.action_id
+"""
+
+TAKE_BACK = f"""
+WITH lost AS MATERIALIZED (
+    SELECT id, deaths + 1 >= {DEATHS} AS deadly
+    FROM {{schema}}.runs
+    WHERE state = 'running' AND instance_id = ANY (%(dead)s)
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM {{schema}}.runs AS r
+    USING lost AS l
+    WHERE r.id = l.id AND l.deadly
+    RETURNING r.*, format('%%s instances died while they ran it, the last of them %%s', r.deaths + 1, r.instance)
+                   AS ended_by
+), failed AS (
+    {FINISH_FAILED}
+), back AS (
+    UPDATE {{schema}}.runs AS r
+    SET state = 'pending', deaths = r.deaths + 1, deadline_at = NULL,
+        error = format('the instance %%s died while it ran it', r.instance)
+    FROM lost AS l
+    WHERE r.id = l.id AND NOT l.deadly
+    RETURNING r.action_id, r.priority, r.run_at
+)
+{TELL}
+"""
+
+FORGET_STANDBY = "DELETE FROM {schema}.standby WHERE instance_id = ANY (%(dead)s)"
+
+# Those of instances that are gone, which the death's transaction found locked.
+ORPHANED = """
+SELECT DISTINCT r.instance_id
+FROM {schema}.runs AS r
+WHERE r.state = 'running'
+  AND NOT EXISTS (SELECT FROM {schema}.instances AS i WHERE i.id = r.instance_id AND i.state <> 'gone')
+"""
+
+END_OVERDUE = f"""
+WITH lost AS MATERIALIZED (
+    SELECT id, attempt - deaths >= max_attempts AS spent,
+           format('exceeded its deadline, and its instance %%s did not end it: its event loop is blocked, or it hangs',
+                  instance) AS why
+    FROM {{schema}}.runs
+    WHERE state = 'running' AND deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM {{schema}}.runs AS r
+    USING lost AS l
+    WHERE r.id = l.id AND l.spent
+    RETURNING r.*, l.why AS ended_by
+), failed AS (
+    {FINISH_FAILED}
+), back AS (
+    UPDATE {{schema}}.runs AS r
+    SET state = 'pending', error = l.why, deadline_at = NULL,
+        run_at = clock_timestamp() + make_interval(secs => {FACTOR} ^ least(r.attempt - r.deaths - 1, 9))
+    FROM lost AS l
+    WHERE r.id = l.id AND NOT l.spent
+    RETURNING r.action_id, r.priority, r.run_at
+)
+{TELL}
+"""
+
+
+class TakeBack:
+    """What a death means for runs; called in its transaction (`registry.DeathHook`)."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._sql = namespace.sql
+
+    def __call__(self, session: Session, dead: Sequence[int]) -> None:
+        session.execute(self._sql(TAKE_BACK), {"dead": list(dead)})
+        session.execute(self._sql(FORGET_STANDBY), {"dead": list(dead)})
+
+
+async def sweep(connection: Connection, namespace: Namespace, *, slack: float = SLACK) -> None:
+    """Take back what the deaths' transactions had to leave, and what hangs beyond its deadline."""
+    values: dict[str, Any] = {"slack": slack}
+    await connection.execute(namespace.sql(END_OVERDUE), values)
+    rows = await (await connection.execute(namespace.sql(ORPHANED))).fetchall()
+    if rows:
+        await connection.execute(namespace.sql(TAKE_BACK), {"dead": [row[0] for row in rows]})

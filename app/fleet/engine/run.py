@@ -1,0 +1,192 @@
+"""A run as its action sees it: what it was given, and what it may do.
+
+Everything it writes carries the run's token. Once the run was taken over (its instance was declared dead, or it
+exceeded its deadline), the token is out of date and every write raises `Fenced`; nothing of it is kept.
+
+    await run.checkpoint(state)      durable when it returns; the next attempt finds it in `run.state`
+    await run.emit(kind, data)       an event, in order; `run.progress` is one of them
+    async with run.commit() as s     effects and the run's completion, in one transaction or not at all
+    await run.guard(session)         this transaction commits only if the run is still ours
+
+When the instance drains, `run.stopping` is set. A run may finish then, for a while; one that takes a checkpoint stops
+there, and goes on from it elsewhere, without having used up an attempt.
+
+A plain function runs in a thread, and does the same through `run.blocking`.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Generic, cast
+
+import pydantic_core
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+from typing_extensions import TypeVar
+
+from app.fleet.errors import EngineError, NotJson
+
+if TYPE_CHECKING:
+    from app.fleet.engine.actions import Action
+    from app.fleet.engine.ledger import Ledger
+
+# A plain `Run` is one with any JSON object.
+P = TypeVar("P", default=dict[str, Any])
+Answer = TypeVar("Answer")
+UNREAD: Any = object()
+KIND_MOST = 100
+# What one event or checkpoint may have; a stream is no place for files.
+EVENT_MOST = 65_536
+STATE_MOST = 1_048_576
+
+
+class Run(Generic[P]):
+    """The handle of one attempt."""
+
+    # fmt: off
+    __slots__ = (
+        "_action", "_ledger", "_payload", "_payload_text", "_state", "_state_text", "action_id", "attempt", "blocked",
+        "committed", "committing", "deadline", "ending", "id", "limited", "max_attempts", "priority", "result", "said",
+        "scheduled_for", "task", "token", "tries", "trigger",
+    )
+    # fmt: on
+
+    def __init__(
+        self,
+        action: "Action[P]",
+        ledger: "Ledger",
+        row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None],
+    ) -> None:
+        """`row` is what a claim returns (`claim.py`)."""
+        self._action = action
+        self._ledger = ledger
+        (
+            self.id, self.action_id, self.token, self.attempt, deaths, self.max_attempts, self.priority, self.trigger,
+            self.scheduled_for, self._payload_text, self._state_text,
+        ) = row  # fmt: skip
+        # What counts against its retries: attempts that the death of an instance ended do not.
+        self.tries = self.attempt - deaths
+        self._payload: Any = UNREAD
+        self._state: Any = UNREAD
+        self.result: Any = None
+        self.committing = self.committed = False
+        # Events that are not written yet.
+        self.said = 0
+        # Why its task was cancelled, if it was; set by the executor.
+        self.ending: str | None = None
+        self.deadline = 0.0
+        # For how long it has kept the event loop from going round (`watch.py`).
+        self.blocked = 0.0
+        self.limited = action.limited
+        self.task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id} of {self.action!r}, attempt {self.attempt}>"
+
+    @property
+    def action(self) -> str:
+        return self._action.name
+
+    @property
+    def payload(self) -> P:
+        if self._payload is UNREAD:
+            self._payload = self._action.decode(self._payload_text)
+        return cast("P", self._payload)
+
+    @property
+    def state(self) -> Any:
+        """What the last checkpoint kept, of this attempt or one before; None if there was none."""
+        if self._state is UNREAD:
+            self._state = None if self._state_text is None else json.loads(self._state_text)
+        return self._state
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the instance drains; a thread may look at it too, with `is_set()`."""
+        return self._ledger.stopping
+
+    @property
+    def blocking(self) -> "Blocking":
+        """The same, for a plain function that runs in a thread."""
+        return Blocking(self)
+
+    async def checkpoint(self, state: Any) -> None:
+        """Keep this, durably. If the instance drains, the run stops here and goes on from it elsewhere."""
+        text = as_json(state, "the checkpoint", STATE_MOST)
+        await self._ledger.checkpoint(self, text)
+        self._state = json.loads(text)
+        if self.stopping.is_set():
+            self.ending = self.ending or "paused"
+            raise asyncio.CancelledError("the instance drains")
+
+    async def emit(self, kind: str, data: Any = None) -> None:
+        """Say that something happened."""
+        if not 0 < len(kind) <= KIND_MOST or not kind.isprintable():
+            raise EngineError(f"the kind of an event is a printable word of at most {KIND_MOST} letters")
+        await self._ledger.emit(self, kind, None if data is None else as_json(data, "the event", EVENT_MOST))
+
+    async def progress(self, done: float, text: str | None = None) -> None:
+        """Say how far it is, from 0 to 1."""
+        if not 0 <= done <= 1:
+            raise EngineError(f"progress is from 0 to 1, and not {done!r}")
+        await self.emit("progress", {"done": done, "text": text})
+
+    @asynccontextmanager
+    async def commit(self, result: Any = None) -> AsyncIterator[AsyncSession]:
+        """One transaction for the effects and the completion. Set `run.result` inside, or give it here."""
+        self.result = result
+        self.committing = True
+        try:
+            async with self._ledger.committing(self) as session:
+                yield session
+                await self._ledger.complete_in(session, self)
+            self.committed = True
+        finally:
+            self.committing = self.committed
+
+    async def guard(self, session: AsyncSession) -> None:
+        """Let this transaction commit only while the run is ours: nobody can take it over before the commit."""
+        await self._ledger.guard(session, self)
+
+
+class Blocking:
+    """The handle's methods for a thread: each waits for the event loop to do it."""
+
+    def __init__(self, run: Run[Any]) -> None:
+        self._run = run
+
+    def checkpoint(self, state: Any) -> None:
+        self._wait(self._run.checkpoint(state))
+
+    def emit(self, kind: str, data: Any = None) -> None:
+        self._wait(self._run.emit(kind, data))
+
+    def progress(self, done: float, text: str | None = None) -> None:
+        self._wait(self._run.progress(done, text))
+
+    def commit(self, effects: Callable[[Session], Answer], result: Any = None) -> Answer:
+        """Have `effects` done and the run completed in one transaction; it is given an SQLAlchemy session."""
+
+        async def whole() -> Answer:
+            async with self._run.commit(result) as session:
+                return await session.run_sync(effects)
+
+        return self._wait(whole())
+
+    def _wait(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        return self._run._ledger.wait_from_thread(work)  # noqa: SLF001 — one object in two shapes
+
+
+def as_json(value: Any, what: str, most: int) -> str:
+    """Write a value as JSON that PostgreSQL will take, or say why not."""
+    try:
+        text = pydantic_core.to_json(value, inf_nan_mode="strings").decode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise NotJson(f"{what} cannot be stored as JSON: {' '.join(str(error).split())}") from error
+    if len(text) > most:
+        raise NotJson(
+            f"{what} is {len(text)} characters of JSON, and may have {most}: keep it elsewhere, and a key here"
+        )
+    return text

@@ -1,0 +1,182 @@
+"""Runs as one reads them: from `runs` while they wait or run, from `finished_runs` afterwards, under one id.
+
+Both are asked in one statement, which sees one moment: a run that is moving is in one of them, never in both or none.
+What an operator may do to a run is here too: cancel it, or have it tried again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from psycopg.rows import class_row
+
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Connection
+from app.fleet.errors import RunNotReady, RunUnknown
+
+State = Literal["pending", "running", "succeeded", "failed", "cancelled"]
+Trigger = Literal["schedule", "api", "code"]
+ACTIVE = ("pending", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run, as everyone sees it. `payload`, `result` and `progress` are what JSON makes of them."""
+
+    id: int
+    action: str
+    state: State
+    trigger: Trigger
+    payload: Any
+    scheduled_for: datetime | None
+    run_at: datetime
+    attempt: int
+    max_attempts: int
+    instance: str | None
+    result: Any
+    error: str | None
+    progress: Any
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+ACTIVE_COLUMNS = """
+r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
+r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress, r.created_at, r.started_at,
+NULL::timestamptz AS finished_at
+"""
+FINISHED_COLUMNS = ACTIVE_COLUMNS.replace("NULL::json AS", "r.").replace("NULL::timestamptz AS", "r.")
+
+FROM_ACTIVE = f"SELECT {ACTIVE_COLUMNS} FROM {{schema}}.runs AS r JOIN {{schema}}.actions AS a ON a.id = r.action_id"
+FROM_FINISHED = (
+    f"SELECT {FINISHED_COLUMNS} FROM {{schema}}.finished_runs AS r JOIN {{schema}}.actions AS a ON a.id = r.action_id"
+)
+
+FIND = f"{FROM_ACTIVE} WHERE r.id = ANY (%(ids)s) UNION ALL {FROM_FINISHED} WHERE r.id = ANY (%(ids)s)"
+
+# Newest first. Each side is read backwards along an index and stops after a page.
+PAGE = """
+    AND (%(before)s::int8 IS NULL OR r.id < %(before)s)
+    ORDER BY r.id DESC
+    LIMIT %(limit)s
+"""
+
+CANCEL_PENDING = """
+WITH gone AS (
+    DELETE FROM {schema}.runs WHERE id = %(id)s AND state = 'pending' RETURNING *
+)
+INSERT INTO {schema}.finished_runs (
+    id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
+    payload, checkpoint, progress, error, events, created_at, started_at, finished_at, expires_at
+)
+SELECT g.id, g.action_id, 'cancelled', g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts,
+       g.trigger, g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress,
+       'cancelled on request, before it began', g.events, g.created_at, g.started_at, clock_timestamp(),
+       clock_timestamp() + a.retention
+FROM gone AS g
+JOIN {schema}.actions AS a ON a.id = g.action_id
+RETURNING id
+"""
+
+# The row asks, and stays asking when the run moves; the notification makes it quick.
+CANCEL_RUNNING = """
+UPDATE {schema}.runs
+SET cancel_requested_at = coalesce(cancel_requested_at, clock_timestamp())
+WHERE id = %(id)s AND state = 'running'
+RETURNING pg_notify('{channel}', 'cancel:' || id)
+"""
+
+# The same run again: same id, same key, from its last checkpoint. Its token is kept, so that it goes on growing.
+REVIVE = """
+WITH back AS (
+    DELETE FROM {schema}.finished_runs WHERE id = %(id)s AND state IN ('failed', 'cancelled') RETURNING *
+), added AS (
+    INSERT INTO {schema}.runs (
+        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, payload,
+        checkpoint, progress, error, events, created_at
+    )
+    SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
+           payload, checkpoint, progress, error, events, created_at
+    FROM back
+    RETURNING action_id, priority, run_at
+)
+SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
+                                     floor(extract(epoch FROM run_at) * 1e6)::int8))
+FROM added
+"""
+
+HURRY = """
+UPDATE {schema}.runs
+SET run_at = clock_timestamp()
+WHERE id = %(id)s AND state = 'pending' AND run_at > clock_timestamp()
+RETURNING pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
+                                        floor(extract(epoch FROM run_at) * 1e6)::int8))
+"""
+
+
+async def find(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
+    found = await find_all(connection, namespace, [identifier])
+    if not found:
+        raise RunUnknown(f"there is no run {identifier}, or it ended so long ago that it was forgotten")
+    return found[0]
+
+
+async def find_all(connection: Connection, namespace: Namespace, identifiers: Sequence[int]) -> list[RunRecord]:
+    async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
+        await cursor.execute(namespace.sql(FIND), {"ids": list(identifiers)})
+        return await cursor.fetchall()
+
+
+async def find_page(
+    connection: Connection,
+    namespace: Namespace,
+    *,
+    action_id: int | None = None,
+    states: Sequence[str] = (),
+    limit: int = 50,
+    before: int | None = None,
+) -> list[RunRecord]:
+    """Return a page of runs, newest first; `before` is the last id of the page that came earlier."""
+    values = {"action_id": action_id, "states": list(states), "limit": limit, "before": before}
+    where = ["TRUE"]
+    if action_id is not None:
+        where.append("r.action_id = %(action_id)s")
+    if states:
+        where.append("r.state = ANY (%(states)s)")
+    parts = []
+    if not states or set(states) & set(ACTIVE):
+        parts.append(FROM_ACTIVE)
+    if not states or set(states) - set(ACTIVE):
+        parts.append(FROM_FINISHED)
+    sides = [f"({part} WHERE {' AND '.join(where)} {PAGE})" for part in parts]
+    statement = " UNION ALL ".join(sides) + " ORDER BY id DESC LIMIT %(limit)s"
+    async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
+        await cursor.execute(namespace.sql(statement), values)
+        return await cursor.fetchall()
+
+
+async def cancel(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
+    """Cancel a run: at once if it waits; if it runs, its instance is told, wherever that is."""
+    values = {"id": identifier}
+    # Pending may become running between the two, and running pending: once more is enough for either.
+    for _ in range(2):
+        for statement in (CANCEL_PENDING, CANCEL_RUNNING):
+            if (await connection.execute(namespace.sql(statement), values)).rowcount == 1:
+                return await find(connection, namespace, identifier)
+    run = await find(connection, namespace, identifier)
+    raise RunNotReady(f"run {identifier} has {run.state} already, and what has ended cannot be cancelled")
+
+
+async def retry(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
+    """Have a run tried again that failed or was cancelled; one that waits for a later time is tried now."""
+    values = {"id": identifier}
+    for statement in (REVIVE, HURRY):
+        if (await connection.execute(namespace.sql(statement), values)).rowcount == 1:
+            return await find(connection, namespace, identifier)
+    run = await find(connection, namespace, identifier)
+    if run.state == "pending":
+        return run
+    what = "it is running" if run.state == "running" else "it succeeded; to have it done once more, trigger the action"
+    raise RunNotReady(f"run {identifier} cannot be tried again: {what}")

@@ -1,0 +1,155 @@
+"""When an action is due: `every` so long, or `cron` in a time zone.
+
+A slot is an instant at which an action is due. Slots are counted on from the last slot and never from the clock, so
+that a late start moves none of those that follow. `every` counts seconds that really pass; `cron` reads the clock on
+the wall of its zone, and goes through a change to or from daylight-saving time as Debian's cron does: what falls into
+the missing hour runs right after it, once; what falls into the doubled hour runs once, unless it runs every hour or
+more often, and then it runs in both.
+
+    after an outage, slots were missed    misfire     runs
+                                          once        one, for the latest of them
+                                          all         one for each
+                                          skip        none; one for the latest if that is hardly late (`HARDLY_LATE`)
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from itertools import islice
+from typing import Literal, Self
+from zoneinfo import ZoneInfo
+
+from cronsim import CronSim, CronSimError
+
+Misfire = Literal["once", "all", "skip"]
+Overlap = Literal["skip", "queue", "allow"]
+
+HARDLY_LATE = 10.0
+# How many missed slots one claim takes on; the next claim goes on from there.
+AT_ONCE = 100
+SHORTEST = 0.1
+LONGEST = 366 * 86400.0
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
+TEXT = re.compile(r"(?:every (?P<every>\S+)|cron (?P<cron>.+) in (?P<zone>\S+?))(?: jitter (?P<jitter>\S+))?")
+
+Duration = str | float | timedelta
+
+
+def seconds(duration: Duration) -> float:
+    """Read a duration: seconds, a timedelta, or a text such as `90s`, `1h30m`, `500ms`."""
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    if isinstance(duration, int | float) and not isinstance(duration, bool):
+        return float(duration)
+    text = str(duration).replace(" ", "")
+    if not re.fullmatch(rf"(?:{PART.pattern})+", text):
+        raise ValueError(f"{duration!r} is not a duration: write it like '30s', '5m', '1h30m' or '500ms'")
+    return sum(float(amount) * UNITS[unit] for amount, unit in PART.findall(text))
+
+
+def written(duration: float) -> str:
+    """Write a duration the way it can be read again."""
+    for unit in ("d", "h", "m"):
+        if duration >= UNITS[unit] and duration % UNITS[unit] == 0:
+            return f"{duration / UNITS[unit]:.0f}{unit}"
+    return f"{duration:.12g}s" if duration >= 1 or duration == 0 else f"{duration * 1000:.12g}ms"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One of `every` and `cron`."""
+
+    every: float | None = None
+    cron: str | None = None
+    zone: str = "UTC"
+    jitter: float = 0.0
+
+    @classmethod
+    def of(cls, every: Duration | None, cron: str | None, zone: str, jitter: Duration | None) -> Self | None:
+        """Check what was declared; raise `ValueError` with what is wrong."""
+        if every is not None and cron is not None:
+            raise ValueError("give `every` or `cron`, not both")
+        if every is None and cron is None:
+            if jitter is not None:
+                raise ValueError("`jitter` needs a schedule: give `every` or `cron`")
+            return None
+        made = cls(
+            every=None if every is None else seconds(every),
+            cron=None if cron is None else " ".join(cron.split()),
+            zone=zone,
+            jitter=0.0 if jitter is None else seconds(jitter),
+        )
+        made._check()
+        return made
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `str()` wrote."""
+        found = TEXT.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is not a schedule")
+        every, jitter = found["every"], found["jitter"]
+        return cls(seconds(every) if every else None, found["cron"], found["zone"] or "UTC", seconds(jitter or 0.0))
+
+    def __str__(self) -> str:
+        when = f"every {written(self.every)}" if self.every is not None else f"cron {self.cron} in {self.zone}"
+        return when + (f" jitter {written(self.jitter)}" if self.jitter else "")
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def after(self, instant: datetime) -> datetime:
+        """Return the slot that follows a slot; or the first one, counted from now."""
+        if self.every is not None:
+            return instant + timedelta(seconds=self.every)
+        return next_tick(self, instant)
+
+    def latest(self, slot: datetime, now: datetime) -> datetime:
+        """Return the last slot that is due by now, `slot` itself being due."""
+        if self.every is not None:
+            return slot + timedelta(seconds=self.every) * ((now - slot) // timedelta(seconds=self.every))
+        if self.after(slot) > now:
+            return slot
+        # Backwards from just after now: an outage may have been long.
+        return max(slot, next(self.ticks(now + timedelta(microseconds=1), backwards=True)))
+
+    def due(self, slot: datetime, now: datetime, misfire: Misfire) -> tuple[list[datetime], datetime]:
+        """Return the slots to run for, `slot` being due by now, and the slot that is next."""
+        if misfire == "all":
+            due = [slot]
+            while len(due) < AT_ONCE and (following := self.after(due[-1])) <= now:
+                due.append(following)
+            return due, self.after(due[-1])
+        latest = self.latest(slot, now)
+        late = (now - latest).total_seconds()
+        return ([] if misfire == "skip" and late > HARDLY_LATE else [latest]), self.after(latest)
+
+    def ticks(self, start: datetime, *, backwards: bool = False) -> Iterator[datetime]:
+        assert self.cron is not None
+        ticks = CronSim(self.cron, start.astimezone(ZoneInfo(self.zone)), backwards)
+        return (tick.astimezone(UTC) for tick in ticks)
+
+    def _check(self) -> None:
+        if self.every is not None and not SHORTEST <= self.every <= LONGEST:
+            raise ValueError(f"`every` is {self.every:g} s, and must be from {written(SHORTEST)} to {written(LONGEST)}")
+        try:
+            ZoneInfo(self.zone)
+        except (KeyError, ValueError, OSError) as error:
+            raise ValueError(f"there is no time zone {self.zone!r}: use a name such as 'Europe/Berlin'") from error
+        if self.cron is not None:
+            try:
+                list(islice(self.ticks(datetime.now(UTC)), 2))
+            except CronSimError as error:
+                raise ValueError(f"the cron expression {self.cron!r} is not valid: {error}") from error
+            except (StopIteration, RuntimeError) as error:
+                raise ValueError(f"the cron expression {self.cron!r} never comes: no such date exists") from error
+        if not 0 <= self.jitter <= LONGEST:
+            raise ValueError(f"`jitter` is {self.jitter:g} s, and must be from 0 to {written(LONGEST)}")
+
+
+@lru_cache(maxsize=10_000)
+def next_tick(schedule: Schedule, instant: datetime) -> datetime:
+    """Return the next tick of a cron schedule. Kept, because a thousand actions may share one, and a moment."""
+    return next(schedule.ticks(instant))

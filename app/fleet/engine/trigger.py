@@ -1,0 +1,342 @@
+"""Triggering: an order becomes a run, in the caller's transaction or in one of its own.
+
+    await trigger("research-filing", filing, session=session)
+
+With `session`, the run is there exactly if the caller's transaction commits: the queue is the outbox. Nothing is said
+to anyone before that, because PostgreSQL delivers a notification only with its transaction.
+
+A `key` makes one run, for as long as that run is remembered. It is taken in `run_keys` first, with `ON CONFLICT DO
+NOTHING`: of two transactions at the same moment, one waits until the other commits, and then finds its run (a statement
+later, because only that sees it). Keys are taken in order, so that two batches wait for each other but never both ways.
+
+With `overlap="skip"` the action's row is locked first; then nobody can begin a run between the look and the insert.
+
+Lock order: actions by id, then keys by action and text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeAlias
+
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Database
+from app.fleet.db.statements import Place, fetch
+from app.fleet.engine.actions import PRIORITIES, Action, Catalogue
+from app.fleet.engine.runs import RunRecord, Trigger
+from app.fleet.errors import AlreadyActive, EngineError, FleetError, KeyInFlight, KeyReused
+
+KEY_MOST = 200
+
+# The action's id, and the key with its kind.
+Key: TypeAlias = tuple[int, str]
+
+INSERT = """
+WITH added AS (
+    INSERT INTO {schema}.runs (action_id, priority, run_at, max_attempts, trigger, payload)
+    SELECT o.action_id, o.priority, coalesce(o.run_at, now()), o.max_attempts, %(trigger)s, o.payload::json
+    FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[], %(max_attempts)s::int[],
+                %(payloads)s::text[]) WITH ORDINALITY AS o (action_id, priority, run_at, max_attempts, payload, place)
+    ORDER BY place
+    RETURNING id, run_at, created_at, action_id, priority
+), told AS (
+    SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
+                                         floor(extract(epoch FROM min(run_at)) * 1e6)::int8))
+    FROM added
+    GROUP BY action_id, priority
+)
+SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER BY id
+"""
+
+TAKE_KEYS = """
+INSERT INTO {schema}.run_keys (action_id, key, run_id, digest)
+SELECT action_id, key, nextval('{schema}.runs_id_seq'), digest
+FROM (
+    SELECT * FROM unnest(%(actions)s::int[], %(keys)s::text[], %(digests)s::text[]) AS k (action_id, key, digest)
+    ORDER BY action_id, key
+) AS k
+ON CONFLICT DO NOTHING
+RETURNING action_id, key, run_id
+"""
+
+KNOWN_KEYS = """
+SELECT k.action_id, k.key, k.run_id, k.digest
+FROM {schema}.run_keys AS k
+JOIN unnest(%(actions)s::int[], %(keys)s::text[]) AS w (action_id, key) USING (action_id, key)
+"""
+
+INSERT_KEYED = (
+    INSERT.replace("(action_id, priority, run_at,", "(id, key, action_id, priority, run_at,")
+    .replace("SELECT o.action_id, o.priority,", "SELECT o.id, o.key, o.action_id, o.priority,")
+    .replace("unnest(", "unnest(%(ids)s::int8[], %(keys)s::text[], ")
+    .replace("AS o (", "AS o (id, key, ")
+)
+
+HOLD_ACTIONS = """
+SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO KEY UPDATE
+"""
+
+ACTIVE = """
+SELECT DISTINCT ON (action_id) action_id, id
+FROM {schema}.runs
+WHERE action_id = ANY (%(actions)s) AND state IN ('pending', 'running')
+ORDER BY action_id, state DESC, id
+"""
+
+# A request with this Idempotency-Key is at work in another transaction as long as this cannot be taken.
+TRY_KEY = "SELECT pg_try_advisory_xact_lock({class}, hashtext(%(key)s) | -2147483648)"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One run that is wanted. Without `run_at`: now; without `priority`: the action's."""
+
+    action: str
+    payload: Any = None
+    key: str | None = None
+    run_at: datetime | None = None
+    priority: int | None = None
+    # Of the request, if it came with an Idempotency-Key.
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Triggered:
+    """What became of an order. `new` is false if its key had made a run before."""
+
+    id: int
+    new: bool
+    _order: "Prepared"
+    _run_at: datetime | None = None
+    _created_at: datetime | None = None
+
+    def record(self, by: Trigger) -> RunRecord | None:
+        """Return the run as it was inserted; None for an earlier one, which may be anywhere by now."""
+        if self._run_at is None or self._created_at is None:
+            return None
+        return self._order.record(self.id, self._run_at, self._created_at, by)
+
+
+class Triggers:
+    """Triggers for one service: its actions, its namespace, its pool."""
+
+    def __init__(self, database: Database, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        self._database = database
+
+    async def trigger(
+        self, orders: Sequence[Order], place: Place | None = None, *, by: Trigger = "code"
+    ) -> list[Triggered]:
+        """Insert these, all or none, in the transaction of `place` or in one of their own."""
+        prepared = [self._prepare(order) for order in orders]
+        if not prepared:
+            return []
+        if place is not None:
+            return await insert(place, self._database.namespace, prepared, by)
+        simple = all(each.simple for each in prepared)
+        if simple:
+            async with self._database.autocommit() as connection:
+                return await insert(connection, self._database.namespace, prepared, by)
+        async with self._database.connection() as connection:
+            return await insert(connection, self._database.namespace, prepared, by)
+
+    def _prepare(self, order: Order) -> "Prepared":
+        action = self.catalogue[order.action]
+        if order.key is not None and not (0 < len(order.key) <= KEY_MOST and order.key.isprintable()):
+            raise EngineError(f"a key has from 1 to {KEY_MOST} printable letters")
+        if order.priority is not None and order.priority not in PRIORITIES:
+            raise EngineError(f"a priority is from {PRIORITIES[0]} to {PRIORITIES[-1]}")
+        if order.run_at is not None and order.run_at.tzinfo is None:
+            raise EngineError("run_at needs a time zone: PostgreSQL's clock and yours may be in different ones")
+        return Prepared(order, action, self.catalogue.id_of(order.action), action.encode(order.payload))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An order that was checked."""
+
+    order: Order
+    action: Action[Any]
+    action_id: int
+    payload: str | None
+
+    @property
+    def priority(self) -> int:
+        return self.action.priority if self.order.priority is None else self.order.priority
+
+    @property
+    def simple(self) -> bool:
+        """One statement does it."""
+        return self.order.key is None and self.action.overlap != "skip"
+
+    def record(self, identifier: int, run_at: datetime, created_at: datetime, by: Trigger) -> RunRecord:
+        return RunRecord(
+            id=identifier,
+            action=self.action.name,
+            state="pending",
+            trigger=by,
+            payload={} if self.payload is None else json.loads(self.payload),
+            scheduled_for=None,
+            run_at=run_at,
+            attempt=0,
+            max_attempts=self.action.max_attempts,
+            instance=None,
+            result=None,
+            error=None,
+            progress=None,
+            created_at=created_at,
+            started_at=None,
+            finished_at=None,
+        )
+
+
+async def insert(place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger) -> list[Triggered]:
+    """Insert in whatever transaction `place` is in."""
+    await refuse_active(place, namespace, [each for each in orders if each.action.overlap == "skip"])
+    keyed = [each for each in orders if each.order.key is not None]
+    unkeyed = [each for each in orders if each.order.key is None]
+    by_key = await insert_keyed(place, namespace, keyed, by) if keyed else {}
+    plain = iter(await insert_plain(place, namespace, unkeyed, by) if unkeyed else [])
+    # A key that stands in a batch twice is one run.
+    return [next(plain) if each.order.key is None else by_key[key_of(each)] for each in orders]
+
+
+async def insert_plain(place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger) -> list[Triggered]:
+    rows = await fetch(place, namespace.sql(INSERT), columns(orders, by))
+    return [Triggered(row[0], True, each, row[1], row[2]) for each, row in zip(orders, rows, strict=True)]
+
+
+async def insert_keyed(
+    place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger
+) -> dict[Key, Triggered]:
+    """Insert those whose key was free; for the others, find the run that their key made."""
+    by_key = {key_of(each): each for each in orders}
+    taken, known = await take_keys(place, namespace, by_key)
+    done = {key: Triggered(run_id, False, by_key[key]) for key, run_id in known.items()}
+    if taken:
+        new = {run_id: by_key[key] for key, run_id in taken.items()}
+        values = columns(list(new.values()), by)
+        values |= {"ids": list(new), "keys": [each.order.key for each in new.values()]}
+        for run_id, run_at, created_at, *_ in await fetch(place, namespace.sql(INSERT_KEYED), values):
+            done[key_of(new[run_id])] = Triggered(run_id, True, new[run_id], run_at, created_at)
+    return done
+
+
+async def take_keys(
+    place: Place, namespace: Namespace, orders: Mapping[Key, Prepared]
+) -> tuple[dict[Key, int], dict[Key, int]]:
+    """Take keys; return the ids of those that are ours now, and the runs of those that were taken before."""
+    taken: dict[Key, int] = {}
+    known: dict[Key, int] = {}
+    # More than once only for a key that was forgotten, with its run, between the two statements.
+    for _ in range(3):
+        left = {key: each for key, each in orders.items() if key not in taken and key not in known}
+        if not left:
+            break
+        values = {
+            "actions": [action_id for action_id, _ in left],
+            "keys": [key for _, key in left],
+            "digests": [each.order.digest for each in left.values()],
+        }
+        rows = await fetch(place, namespace.sql(TAKE_KEYS), values)
+        taken |= {(action_id, key): run_id for action_id, key, run_id in rows}
+        if len(rows) < len(left):
+            known |= await known_keys(place, namespace, {key: left[key] for key in left if key not in taken})
+    return taken, known
+
+
+async def known_keys(place: Place, namespace: Namespace, orders: Mapping[Key, Prepared]) -> dict[Key, int]:
+    """Return the runs that these keys have made."""
+    values = {"actions": [action_id for action_id, _ in orders], "keys": [key for _, key in orders]}
+    known = {}
+    for action_id, key, run_id, digest in await fetch(place, namespace.sql(KNOWN_KEYS), values):
+        given = orders[action_id, key].order.digest
+        if given is not None and digest is not None and given != digest:
+            raise KeyReused(
+                "another request came with this Idempotency-Key before, and its body was different: a new request "
+                "needs a new key"
+            )
+        known[action_id, key] = run_id
+    return known
+
+
+async def refuse_active(place: Place, namespace: Namespace, orders: Sequence[Prepared]) -> None:
+    """Refuse orders of actions that want no second run beside the first; before anything is written."""
+    if not orders:
+        return
+    await fetch(place, namespace.sql(HOLD_ACTIONS), {"actions": sorted({each.action_id for each in orders})})
+    keyed = {key_of(each): each for each in orders if each.order.key is not None}
+    known = await known_keys(place, namespace, keyed) if keyed else {}
+    new = [each for each in orders if key_of(each) not in known]
+    active = dict(await fetch(place, namespace.sql(ACTIVE), {"actions": [each.action_id for each in new]}))
+    seen: set[int] = set()
+    for each in new:
+        if (run_id := active.get(each.action_id)) is not None:
+            raise AlreadyActive(
+                f"the action {each.action.name!r} has an active run, {run_id}, and allows one at a time "
+                f"(overlap='skip'): wait for it, or cancel it",
+                run_id,
+            )
+        if each.action_id in seen:
+            raise EngineError(f"the action {each.action.name!r} stands here twice, and allows one run at a time")
+        seen.add(each.action_id)
+
+
+def key_of(order: Prepared) -> Key:
+    return order.action_id, f"key:{order.order.key}"
+
+
+def columns(orders: Sequence[Prepared], by: Trigger) -> dict[str, Any]:
+    return {
+        "actions": [each.action_id for each in orders],
+        "priorities": [each.priority for each in orders],
+        "run_ats": [each.order.run_at for each in orders],
+        "max_attempts": [each.action.max_attempts for each in orders],
+        "payloads": [each.payload for each in orders],
+        "trigger": by,
+    }
+
+
+async def take_turn(place: Place, namespace: Namespace, key: str) -> None:
+    """Let one request with this Idempotency-Key work at a time."""
+    ((turn,),) = await fetch(place, namespace.sql(TRY_KEY), {"key": key})
+    if not turn:
+        raise KeyInFlight("a request with this Idempotency-Key is being worked on: ask again shortly")
+
+
+# -- for the service's code -------------------------------------------------------------------------------------------
+
+# Whose actions `trigger` means: set for each request and each attempt.
+current: ContextVar[Triggers] = ContextVar("flotilla_triggers")
+
+
+async def trigger(
+    action: str | Action[Any],
+    payload: Any = None,
+    *,
+    key: str | None = None,
+    run_at: datetime | None = None,
+    priority: int | None = None,
+    session: Place | None = None,
+) -> int:
+    """Have an action run; return the id of its run. With `session`, exactly if that transaction commits."""
+    name = action if isinstance(action, str) else action.name
+    (done,) = await here().trigger([Order(name, payload, key, run_at, priority)], session)
+    return done.id
+
+
+async def trigger_many(orders: Sequence[Order], *, session: Place | None = None) -> list[int]:
+    """Have many runs, all or none, in a statement or a few; return their ids in the same order."""
+    return [done.id for done in await here().trigger(orders, session)]
+
+
+def here() -> Triggers:
+    try:
+        return current.get()
+    except LookupError:
+        raise FleetError(
+            "trigger() is for the code of a running service: a route, or an action. Elsewhere, use the REST API or "
+            "`flotilla trigger`"
+        ) from None

@@ -1,0 +1,1 @@
+"""What happened in a run, in order, for whoever wants to know."""

@@ -1,0 +1,169 @@
+"""Actions that only tests need: for each thing that a user's may do, well or badly.
+
+What they do is written into `public.effects`, which a test makes when it wants to see it.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from typing import Any
+
+from pydantic import BaseModel
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from app.fleet import GiveUp, Run, TryAgain, action, trigger
+
+EFFECTS = "CREATE TABLE public.effects (run_id bigint, attempt int, token bigint, instance text, note text)"
+EFFECT = text("INSERT INTO public.effects VALUES (:run, :attempt, :token, :instance, :note)")
+
+
+def effect(run: Run[Any], note: str) -> dict[str, Any]:
+    instance = os.environ.get("FLOTILLA_INSTANCE_NAME", str(os.getpid()))
+    return {"run": run.id, "attempt": run.attempt, "token": run.token, "instance": instance, "note": note}
+
+
+class Parcel(BaseModel):
+    weight: int
+    label: str = ""
+
+
+@action("noop")
+async def noop(_: Run) -> None:
+    """Do nothing."""
+
+
+@action("echo")
+async def echo(run: Run) -> dict[str, Any]:
+    return run.payload
+
+
+@action("weigh")
+async def weigh(run: Run[Parcel]) -> int:
+    return run.payload.weight
+
+
+@action("weigh-in-thread")
+def weigh_in_thread(run: Run[Parcel]) -> int:
+    time.sleep(0.01)
+    return run.payload.weight
+
+
+@action("nap")
+async def nap(run: Run) -> str:
+    await asyncio.sleep(run.payload.get("seconds", 0.1))
+    return "rested"
+
+
+@action("fail", retries=2, retry_delay="50ms")
+async def fail(_: Run) -> None:
+    raise ValueError("the parcel\x00is torn")
+
+
+@action("fail-once", retries=1, retry_delay="50ms")
+async def fail_once(run: Run) -> int:
+    if run.attempt == 1:
+        raise TryAgain("not yet", after=0.05)
+    return run.attempt
+
+
+@action("give-up")
+async def give_up(_: Run) -> None:
+    raise GiveUp("there is no such parcel")
+
+
+@action("not-json")
+async def not_json(_: Run) -> object:
+    return object()
+
+
+@action("quit", retries=0)
+async def quit_(_: Run) -> None:
+    raise SystemExit(3)
+
+
+@action("hang", timeout="300ms", retries=0)
+async def hang(_: Run) -> None:
+    await asyncio.sleep(3600)
+
+
+@action("deaf", timeout="300ms", retries=0)
+async def deaf(_: Run) -> None:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
+@action("deaf-thread", timeout="300ms", retries=0)
+def deaf_thread(_: Run) -> None:
+    time.sleep(30)
+
+
+@action("block", timeout="2s", retries=0)
+async def block(run: Run) -> None:
+    time.sleep(run.payload.get("seconds", 3))  # noqa: ASYNC251 — the mistake this action is for
+
+
+@action("die")
+async def die(_: Run) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@action("alone", overlap="skip")
+async def alone(run: Run) -> None:
+    await asyncio.sleep(run.payload.get("seconds", 0.5))
+
+
+@action("in-turn", overlap="queue")
+async def in_turn(run: Run) -> None:
+    await asyncio.sleep(run.payload.get("seconds", 0.05))
+
+
+@action("two-at-once", concurrency=2)
+async def two_at_once(run: Run) -> None:
+    await asyncio.sleep(run.payload.get("seconds", 0.05))
+
+
+@action("rated", rate="20/s")
+async def rated(_: Run) -> None: ...
+
+
+@action("note")
+async def note(run: Run) -> None:
+    """Leave an effect in the transaction that completes the run."""
+    await asyncio.sleep(run.payload.get("seconds", 0))
+    async with run.commit({"noted": True}) as session:
+        await session.execute(EFFECT, effect(run, "committed"))
+
+
+@action("note-in-thread")
+def note_in_thread(run: Run) -> None:
+    time.sleep(run.payload.get("seconds", 0))
+
+    def write(session: Session) -> None:
+        session.execute(EFFECT, effect(run, "committed"))
+
+    run.blocking.commit(write)
+
+
+@action("walk")
+async def walk(run: Run) -> dict[str, Any]:
+    """Take many steps, with a checkpoint after each."""
+    steps = run.payload.get("steps", 20)
+    done = run.state["done"] if run.state else 0
+    seen = run.state["seen"] if run.state else []
+    instance = str(os.getpid())
+    for step in range(done, steps):
+        await asyncio.sleep(run.payload.get("seconds", 0.1))
+        if instance not in seen:
+            seen.append(instance)
+        await run.progress((step + 1) / steps)
+        await run.checkpoint({"done": step + 1, "seen": seen})
+    return {"steps": steps, "instances": seen, "attempt": run.attempt}
+
+
+@action("relay")
+async def relay(run: Run) -> int:
+    return await trigger("echo", run.payload)
