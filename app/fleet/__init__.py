@@ -7,6 +7,7 @@ from app.fleet.engine.actions import Action, action
 from app.fleet.engine.run import Run
 from app.fleet.engine.trigger import Order, trigger, trigger_many
 from app.fleet.errors import AlreadyActive, Fenced, FleetError, GiveUp, PayloadInvalid, TryAgain
+from app.fleet.http.session import InSession
 from app.fleet.settings import FleetSettings
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "FleetError",
     "FleetSettings",
     "GiveUp",
+    "InSession",
     "Order",
     "PayloadInvalid",
     "Run",
