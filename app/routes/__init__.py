@@ -5,4 +5,7 @@ Each route needs an API key with scope `read` for GET and HEAD and `operate` for
 
 from fastapi import APIRouter
 
+from app.routes import mailings
+
 router = APIRouter()
+router.include_router(mailings.router)

@@ -1,0 +1,180 @@
+"""The examples do what they say: a mailing is accepted together with its run, sent once, and one day forgotten."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from app.actions import mailings as actions
+from app.fleet import trigger
+from app.routes import mailings as routes
+from tests.support.runs import Desk, desk, soon
+
+pytestmark = pytest.mark.anyio
+
+MAILING = {"subject": "We sail on Friday", "recipients": [f"sailor-{number}@fleet.example" for number in range(5)]}
+COUNTS = "SELECT (SELECT count(*) FROM flotilla.mailings), (SELECT count(*) FROM flotilla.runs)"
+
+
+@pytest.fixture
+async def office(address: str) -> AsyncIterator[Desk]:
+    async with desk(address, actions=("app.actions",)) as own:
+        yield own
+
+
+@pytest.fixture
+def delivered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What reached whom, with the key it was sent under; nobody waits."""
+    reached: list[tuple[str, str]] = []
+
+    async def deliver(recipient: str, _: str, *, key: str) -> None:
+        reached.append((recipient, key))
+
+    monkeypatch.setattr(actions, "deliver", deliver)
+    return reached
+
+
+async def post(office: Desk, body: Any = MAILING) -> httpx.Response:
+    return await office.running.client.post("/mailings", json=body)
+
+
+async def sent(office: Desk, path: str) -> dict[str, Any]:
+    """The mailing, once it has been sent."""
+
+    async def look() -> dict[str, Any] | None:
+        mailing: dict[str, Any] = (await office.running.client.get(path)).json()
+        return mailing if mailing["sent_at"] else None
+
+    return await soon(look)
+
+
+async def the_run(office: Desk) -> int:
+    """The one run of `send-mailing`, in whichever table it is."""
+    ((run_id,),) = await office.sql(
+        "SELECT r.id FROM (SELECT id, action_id FROM runs UNION ALL SELECT id, action_id FROM finished_runs) AS r "
+        "JOIN actions AS a ON a.id = r.action_id WHERE a.name = 'send-mailing'"
+    )
+    return int(run_id)
+
+
+# -- the route --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_mailing_is_accepted_and_then_sent(office: Desk) -> None:
+    accepted = await post(office)
+    assert accepted.status_code == 201
+    assert accepted.json().items() >= {**MAILING, "delivered": None, "sent_at": None}.items()
+    mailing = await sent(office, accepted.headers["location"])
+    assert mailing["id"] == accepted.json()["id"]
+    assert mailing["delivered"] == 5
+
+
+async def test_the_mailing_and_its_run_are_committed_before_the_response_begins(office: Desk, address: str) -> None:
+    """Asked by another session at the very moment in which the first byte is sent."""
+    seen: list[tuple[int, ...]] = []
+    await office.sql("UPDATE actions SET paused_at = now()")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                async with await psycopg.AsyncConnection.connect(address) as other:
+                    seen.extend(await (await other.execute(COUNTS)).fetchall())
+            await send(message)
+
+        await office.running.app(scope, receive, watched)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+        assert (await client.post("/mailings", json=MAILING)).status_code == 201
+    assert seen == [(1, 1)]
+
+
+async def test_a_route_that_fails_after_its_trigger_leaves_neither_mailing_nor_run(
+    office: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triggered = []
+
+    async def trigger_and_fail(*given: Any, **more: Any) -> int:
+        triggered.append(await trigger(*given, **more))
+        raise RuntimeError("something else went wrong")
+
+    monkeypatch.setattr(routes, "trigger", trigger_and_fail)
+    assert (await post(office)).status_code == 500
+    assert len(triggered) == 1
+    assert await office.sql(COUNTS) == [(0, 0)]
+    assert await office.sql("SELECT FROM finished_runs") == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"subject": " "}, "body.subject"),
+        ({"subject": "a\x00b"}, "body.subject"),
+        ({"recipients": []}, "body.recipients"),
+        ({"recipients": ["nobody"]}, "body.recipients.0"),
+        ({"recipients": ["a@b"] * 1001}, "body.recipients"),
+    ],
+)
+async def test_a_mailing_that_cannot_be_sent_is_refused_and_nothing_is_written(
+    office: Desk, wrong: dict[str, Any], field: str
+) -> None:
+    answer = await post(office, MAILING | wrong)
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["field"] == field
+    assert await office.sql(COUNTS) == [(0, 0)]
+
+
+@pytest.mark.parametrize(("mailing", "status"), [("1", 404), (str(2**63), 422)])
+async def test_a_mailing_that_is_not_there(office: Desk, mailing: str, status: int) -> None:
+    assert (await office.running.client.get(f"/mailings/{mailing}")).status_code == status
+
+
+# -- the actions ------------------------------------------------------------------------------------------------------
+
+
+async def test_each_recipient_is_reached_once_under_a_key_of_its_own(
+    office: Desk, delivered: list[tuple[str, str]]
+) -> None:
+    await sent(office, (await post(office)).headers["location"])
+    run = await office.look(await the_run(office))
+    assert (run.state, run.result) == ("succeeded", {"delivered": 5})
+    assert run.progress == {"done": 1, "text": "5 of 5"}
+    assert delivered == [(each, f"{run.id}-{number}") for number, each in enumerate(MAILING["recipients"])]
+
+
+async def test_an_attempt_goes_on_after_the_last_recipient_that_a_checkpoint_knows_of(
+    office: Desk, delivered: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver = actions.deliver
+
+    async def deliver_and_fail_once(recipient: str, subject: str, *, key: str) -> None:
+        if len(delivered) == 2:
+            delivered.append(("nobody: the connection broke", key))
+            raise ConnectionError
+        await deliver(recipient, subject, key=key)
+
+    monkeypatch.setattr(actions, "deliver", deliver_and_fail_once)
+    mailing = await sent(office, (await post(office)).headers["location"])
+    assert mailing["delivered"] == 5
+    assert (await office.look(await the_run(office))).attempt == 2
+    assert [each for each, _ in delivered if "nobody" not in each] == MAILING["recipients"]
+
+
+async def test_only_what_was_sent_long_ago_is_forgotten(office: Desk) -> None:
+    await office.sql(
+        "INSERT INTO mailings (subject, recipients, sent_at) VALUES ('never sent', '{}', NULL), "
+        "('sent lately', '{}', now() - interval '29 days'), ('sent long ago', '{}', now() - interval '31 days')"
+    )
+    run = await office.run("forget-mailings")
+    assert (run.state, run.result) == ("succeeded", {"forgotten": 1})
+    left = await office.sql("SELECT subject FROM mailings ORDER BY id")
+    assert left == [("never sent",), ("sent lately",)]
+
+
+async def test_forgetting_is_scheduled(office: Desk) -> None:
+    await office.sql("UPDATE actions SET next_run_at = now() WHERE name = 'forget-mailings'")
+    office.engine.scheduler.look_now()
+    (page,) = await soon(lambda: office.sql("SELECT trigger, result FROM finished_runs"))
+    assert page == ("schedule", {"forgotten": 0})
