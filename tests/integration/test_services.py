@@ -17,7 +17,7 @@ from app.fleet.service import Service
 from app.settings import Settings
 
 pytestmark = pytest.mark.anyio
-KINDS = ["pool", "member", "executor", "lookout", "scheduler"]
+KINDS = ["pool", "member", "executor", "lookout", "retention", "scheduler"]
 
 
 @pytest.fixture
@@ -45,6 +45,8 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
                 return engine().executor
             case "lookout":
                 return engine().lookout
+            case "retention":
+                return engine().retention
             case _:
                 return engine().scheduler
 

@@ -98,7 +98,7 @@ async def deaf(_: Run) -> None:
 
 @action("deaf-thread", timeout="300ms", retries=0)
 def deaf_thread(_: Run) -> None:
-    time.sleep(30)
+    time.sleep(8)
 
 
 @action("block", timeout="2s", retries=0)

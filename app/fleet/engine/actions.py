@@ -280,14 +280,21 @@ class Catalogue:
     def number(self, ids: Mapping[str, int]) -> None:
         """Learn the ids that the database gave."""
         self._ids = dict(ids)
-        self._by_id = {ids[name]: each for name, each in self._by_name.items()}
+        self._by_id = {ids[name]: each for name, each in self._by_name.items() if name in ids}
 
     @property
     def ids(self) -> list[int]:
         return list(self._by_id)
 
     def id_of(self, name: str) -> int:
-        return self._ids[self[name].name]
+        action = self[name]
+        try:
+            return self._ids[action.name]
+        except KeyError:
+            raise ActionUnknown(
+                f"the action {name!r} is in the code and not in the database yet: the first instance that starts with "
+                f"it brings it there (`flotilla up`)"
+            ) from None
 
     def of_id(self, identifier: int) -> Action[Any] | None:
         return self._by_id.get(identifier)

@@ -152,6 +152,9 @@ class Clock:
         return self.at + timedelta(seconds=now - self.when)
 
     def loop_time(self, instant: datetime) -> float:
+        """When that is on the event loop's clock; at once, as long as nothing was learnt."""
+        if self.when == 0.0:
+            return 0.0
         return self.when + (instant - self.at).total_seconds()
 
 

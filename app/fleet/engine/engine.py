@@ -16,6 +16,7 @@ from app.fleet.engine import recovery
 from app.fleet.engine.actions import Catalogue
 from app.fleet.engine.executor import Executor
 from app.fleet.engine.lookout import Lookout
+from app.fleet.engine.retention import Retention
 from app.fleet.engine.scheduler import Scheduler
 from app.fleet.engine.synchronise import synchronise
 from app.fleet.engine.trigger import Triggers, current
@@ -35,6 +36,7 @@ class Engine:
         self.executor = Executor(settings, database, member, catalogue, course)
         self.scheduler = Scheduler(database, member, catalogue, course, self.executor.claimant.clock)
         self.lookout = Lookout(database, member, catalogue, self.executor, self.scheduler.expect)
+        self.retention = Retention(database, member)
         self._database = database
         member.on_death(recovery.TakeBack(database.namespace))
         member.on_lost(self.executor.drop)
@@ -47,7 +49,7 @@ class Engine:
     @property
     def services(self) -> Sequence[Service]:
         """In the order in which they start."""
-        return (self.executor, self.lookout, self.scheduler)
+        return (self.executor, self.lookout, self.retention, self.scheduler)
 
     async def synchronise(self) -> None:
         """Write the actions of this code into the database, before anything looks for them."""
@@ -58,6 +60,7 @@ class Engine:
 
     async def pause(self) -> None:
         """Stop the executor; the lookout goes on until then, because it sees what is to be cancelled."""
+        await self.retention.stop()
         await self.executor.stop()
         await self.lookout.stop()
 

@@ -236,7 +236,7 @@ class Executor(Service):
                 self._ended_badly(run, action, error)
         else:
             if self._leave(run):
-                self._ended_well(run, result)
+                self._ended_well(run, action, result)
 
     def _leave(self, run: Run[Any]) -> bool:
         """Take an attempt off the list; false if it was written off before it ended."""
@@ -245,12 +245,15 @@ class Executor(Service):
         del self._running[run.id]
         return True
 
-    def _ended_well(self, run: Run[Any], result: str | None) -> None:
+    def _ended_well(self, run: Run[Any], action: Action[Any], result: str | None) -> None:
         if run.committed:
             self.ledger.outcomes["succeeded"] += 1
             self._on_settled([run])
         elif run.ending == "fenced":
             self._on_settled([run])
+        elif run.ending == "timeout" or (run.ending is None and self.now() > run.deadline):
+            # Too late is too late, also for one that kept the loop from noticing.
+            self._retry_or_fail(run, action, exceeded(action, run))
         else:
             self.ledger.succeeded(run, result)
 
@@ -295,10 +298,17 @@ class Executor(Service):
                 value, error = context.run(action.handler, run), None
             except BaseException as raised:  # noqa: BLE001 — handed on to the attempt
                 value, error = None, raised
-            loop.call_soon_threadsafe(deliver, done, value, error)
+            with suppress(RuntimeError):  # the loop has ended meanwhile, and its process is about to
+                loop.call_soon_threadsafe(deliver, done, value, error)
 
         threading.Thread(target=work, name=f"run-{run.id}", daemon=True).start()
-        return await done
+        while True:
+            try:
+                return await asyncio.shield(done)
+            except asyncio.CancelledError:
+                # A thread cannot be cancelled. Its next use of the handle is; until then, its run is under way.
+                if done.done():
+                    raise
 
     # -- ending from outside ------------------------------------------------------------------------------------------
 

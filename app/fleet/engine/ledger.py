@@ -42,6 +42,10 @@ from app.fleet.telemetry.logs import events
 
 Answer = TypeVar("Answer")
 
+OUTCOMES = ("succeeded", "failed", "cancelled", "retried", "paused")
+# What can be refused for its token.
+WRITES = ("completion", "checkpoint", "event", "guard", "commit")
+
 BATCH = 1000
 RETRY = 0.1
 # Events an instance keeps before `emit` waits for the ledger.

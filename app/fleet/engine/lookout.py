@@ -109,6 +109,8 @@ class Lookout(Service):
         """`on_slot` is told when the next slot of our actions is due."""
         super().__init__()
         self.looks = 0
+        # Of the run of our actions that has been due for longest, in seconds.
+        self.oldest_wait = 0.0
         self._database = database
         self._member = member
         self._catalogue = catalogue
@@ -159,6 +161,8 @@ class Lookout(Service):
             for action_id, priority, run_at, _ in by_kind.get("place", []):
                 self._executor.claimant.ready.tell(action_id, priority, run_at, now)
             self._executor.wake()
+            waits = [(server_now - run_at).total_seconds() for _, _, run_at, _ in by_kind.get("place", [])]
+            self.oldest_wait = max([0.0, *waits])
             for _, _, next_run_at, _ in by_kind.get("slot", []):
                 self._on_slot(next_run_at)
             if not announced:

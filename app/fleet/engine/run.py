@@ -176,6 +176,9 @@ class Blocking:
         return self._wait(whole())
 
     def _wait(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        if self._run.ending is not None:
+            work.close()
+            raise asyncio.CancelledError(self._run.ending)
         return self._run._ledger.wait_from_thread(work)  # noqa: SLF001 — one object in two shapes
 
 

@@ -51,6 +51,8 @@ WHERE (a.schedule, a.misfire, a.overlap, a.priority, a.max_attempts, a.retention
 
 IDS = "SELECT name, id FROM {schema}.actions WHERE name = ANY (%(names)s)"
 
+KNOWN = "SELECT name, id FROM {schema}.actions"
+
 ANNOUNCE = """
 INSERT INTO {schema}.standby (instance_id, action_ids)
 SELECT id, %(actions)s FROM {schema}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE
@@ -64,9 +66,19 @@ async def synchronise(connection: Connection, namespace: Namespace, catalogue: C
     assert row is not None
     declared = json.dumps([declaration(action, row[0]) for action in catalogue])
     await connection.execute(namespace.sql(SYNCHRONISE), {"declared": declared})
+    await learn_ids(connection, namespace, catalogue)
+
+
+async def learn_ids(connection: Connection, namespace: Namespace, catalogue: Catalogue) -> None:
+    """Learn the ids of those that the database has, and write nothing."""
     names = [action.name for action in catalogue]
     rows = await (await connection.execute(namespace.sql(IDS), {"names": names})).fetchall()
     catalogue.number(dict(rows))
+
+
+async def known(connection: Connection, namespace: Namespace) -> dict[str, int]:
+    """Return the ids of all actions that the database has, whichever code declares them."""
+    return dict(await (await connection.execute(namespace.sql(KNOWN))).fetchall())
 
 
 def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:

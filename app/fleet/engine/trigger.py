@@ -130,7 +130,7 @@ class Triggers:
         self, orders: Sequence[Order], place: Place | None = None, *, by: Trigger = "code"
     ) -> list[Triggered]:
         """Insert these, all or none, in the transaction of `place` or in one of their own."""
-        prepared = [self._prepare(order) for order in orders]
+        prepared = [prepare(self.catalogue, order) for order in orders]
         if not prepared:
             return []
         if place is not None:
@@ -141,16 +141,6 @@ class Triggers:
                 return await insert(connection, self._database.namespace, prepared, by)
         async with self._database.connection() as connection:
             return await insert(connection, self._database.namespace, prepared, by)
-
-    def _prepare(self, order: Order) -> "Prepared":
-        action = self.catalogue[order.action]
-        if order.key is not None and not (0 < len(order.key) <= KEY_MOST and order.key.isprintable()):
-            raise EngineError(f"a key has from 1 to {KEY_MOST} printable letters")
-        if order.priority is not None and order.priority not in PRIORITIES:
-            raise EngineError(f"a priority is from {PRIORITIES[0]} to {PRIORITIES[-1]}")
-        if order.run_at is not None and order.run_at.tzinfo is None:
-            raise EngineError("run_at needs a time zone: PostgreSQL's clock and yours may be in different ones")
-        return Prepared(order, action, self.catalogue.id_of(order.action), action.encode(order.payload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +180,18 @@ class Prepared:
             started_at=None,
             finished_at=None,
         )
+
+
+def prepare(catalogue: Catalogue, order: Order) -> Prepared:
+    """Check an order against the action it is for."""
+    action = catalogue[order.action]
+    if order.key is not None and not (0 < len(order.key) <= KEY_MOST and order.key.isprintable()):
+        raise EngineError(f"a key has from 1 to {KEY_MOST} printable letters")
+    if order.priority is not None and order.priority not in PRIORITIES:
+        raise EngineError(f"a priority is from {PRIORITIES[0]} to {PRIORITIES[-1]}")
+    if order.run_at is not None and order.run_at.tzinfo is None:
+        raise EngineError("run_at needs a time zone: PostgreSQL's clock and yours may be in different ones")
+    return Prepared(order, action, catalogue.id_of(order.action), action.encode(order.payload))
 
 
 async def insert(place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger) -> list[Triggered]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from app.fleet.engine.ledger import OUTCOMES, WRITES
 from app.fleet.http.auth import needs
 from app.fleet.http.context import Context, InContext
 from app.fleet.phase import Phase
@@ -23,6 +24,7 @@ def values(context: Context) -> Mapping[str, Value]:
     member, database = context.member, context.database
     link, pool = member.link_figures, database.figures()
     identity = member.identity
+    executor = context.engine.executor
     available = pool.get("pool_available", 0)
     return {
         "flotilla_instance": {(context.settings.namespace, identity.name if identity else "", context.version): 1},
@@ -42,6 +44,14 @@ def values(context: Context) -> Mapping[str, Value]:
         },
         "flotilla_pool_waiting": pool.get("requests_waiting", 0),
         "flotilla_pool_refused_total": pool.get("requests_errors", 0),
+        "flotilla_runs_running": len(executor.running_runs),
+        "flotilla_runs_claimed_total": executor.claimed,
+        "flotilla_runs_ended_total": {(outcome,): executor.ledger.outcomes[outcome] for outcome in OUTCOMES},
+        "flotilla_runs_fenced_total": {(write,): executor.ledger.fenced[write] for write in WRITES},
+        "flotilla_runs_abandoned_total": executor.abandoned,
+        "flotilla_runs_oldest_wait_seconds": context.engine.lookout.oldest_wait,
+        "flotilla_slots_scheduled_total": context.engine.scheduler.scheduled,
+        "flotilla_runs_pruned_total": context.engine.retention.pruned,
         "flotilla_requests_in_flight": context.in_flight,
         "flotilla_shutdown_step_seconds": {(step,): seconds for step, seconds in context.shutdown_seconds.items()},
     }

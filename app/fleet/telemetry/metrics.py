@@ -38,6 +38,16 @@ DEFINITIONS = (
     Definition("flotilla_pool_connections", "gauge", "Connections of the pool", ("state",)),
     Definition("flotilla_pool_waiting", "gauge", "Requests waiting for a connection"),
     Definition("flotilla_pool_refused_total", "counter", "Requests that got no connection in time"),
+    Definition("flotilla_runs_running", "gauge", "Attempts under way on this instance"),
+    Definition("flotilla_runs_claimed_total", "counter", "Attempts this instance began"),
+    Definition("flotilla_runs_ended_total", "counter", "How its attempts ended, durably", ("outcome",)),
+    Definition(
+        "flotilla_runs_fenced_total", "counter", "Writes refused because their token was out of date", ("write",)
+    ),
+    Definition("flotilla_runs_abandoned_total", "counter", "Attempts written off because they ignored their end"),
+    Definition("flotilla_runs_oldest_wait_seconds", "gauge", "How long the run that waits longest has been due"),
+    Definition("flotilla_slots_scheduled_total", "counter", "Slots this instance made runs of"),
+    Definition("flotilla_runs_pruned_total", "counter", "Runs this instance forgot, as their retention says"),
     Definition("flotilla_requests_in_flight", "gauge", "HTTP requests being answered, streams included"),
     Definition("flotilla_shutdown_step_seconds", "gauge", "How long a step of the shutdown took", ("step",)),
 )

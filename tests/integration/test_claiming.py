@@ -1,0 +1,211 @@
+"""A pending run is claimed by one, in the right order, within its action's limits, and only by the living."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+
+from app.fleet.engine.trigger import Order
+from tests.support.table import Claiming, declare, table
+
+pytestmark = pytest.mark.anyio
+POSTGRES_VERSIONS = (18, 16)
+
+
+async def test_many_that_claim_at_once_share_the_runs_and_nobody_waits(address: str) -> None:
+    async with table(address, declare()) as here:
+        ids = await here.trigger(*[Order("tick")] * 500)
+        claiming = [await here.instance(f"i-{number}") for number in range(5)]
+        shares = await asyncio.gather(*(each.claim(room=60) for each in claiming))
+        claimed = [run.run_id for share in shares for run in share]
+        assert len(claimed) == len(set(claimed)) == 300
+        assert set(claimed) <= set(ids)
+
+
+async def test_a_locked_run_is_skipped_and_not_waited_for(address: str) -> None:
+    async with table(address, declare()) as here:
+        first, second = await here.trigger(Order("tick"), Order("tick"))
+        with psycopg.connect(address) as holder:
+            holder.execute("SELECT 1 FROM flotilla.runs WHERE id = %s FOR UPDATE", [first])
+            one = await here.instance("one")
+            assert [run.run_id for run in await one.claim()] == [second]
+        assert [run.run_id for run in await one.claim()] == [first]
+
+
+async def test_higher_priorities_first_then_whoever_waits_longest(address: str) -> None:
+    now = datetime.now(UTC)
+    async with table(address, declare()) as here:
+        late, early, urgent, idle = await here.trigger(
+            Order("tick", run_at=now - timedelta(seconds=5)),
+            Order("tick", run_at=now - timedelta(seconds=9)),
+            Order("tick", priority=5, run_at=now - timedelta(seconds=1)),
+            Order("tick", priority=-5, run_at=now - timedelta(hours=1)),
+        )
+        one = await here.instance("one")
+        assert [(await one.claim(room=1))[0].run_id for _ in range(4)] == [urgent, early, late, idle]
+
+
+async def test_a_flood_of_one_action_does_not_starve_another(address: str) -> None:
+    async with table(address, declare("flood"), declare("tick")) as here:
+        await here.trigger(*[Order("flood")] * 1000)
+        (lone,) = await here.trigger(Order("tick"))
+        one = await here.instance("one")
+        assert lone in {run.run_id for run in await one.claim(room=10)}
+
+
+async def test_a_run_for_later_waits(address: str) -> None:
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick", run_at=datetime.now(UTC) + timedelta(hours=1)))
+        assert await (await here.instance("one")).claim() == []
+
+
+async def test_a_paused_action_is_not_claimed(address: str) -> None:
+    async with table(address, declare("tick"), declare("other")) as here:
+        await here.trigger(Order("tick"))
+        (free,) = await here.trigger(Order("other"))
+        await here.sql("UPDATE actions SET paused_at = now() WHERE name = 'tick' RETURNING 1")
+        assert [run.run_id for run in await (await here.instance("one")).claim()] == [free]
+
+
+async def test_whoever_was_declared_gone_claims_nothing(address: str) -> None:
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick"))
+        one = await here.instance("one")
+        await here.sql("UPDATE instances SET state = 'gone' RETURNING 1")
+        assert await one.claim() == []
+
+
+async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(address: str) -> None:
+    """Interleaved by hand: the row of the claiming instance is held until its claim is committed."""
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick"))
+        one = await here.instance("one")
+        with psycopg.connect(address) as claim, psycopg.connect(address) as death:
+            claim.execute("SELECT FROM flotilla.instances WHERE id = %s FOR KEY SHARE", [one.identity.id])
+            lock = "SELECT id FROM flotilla.instances WHERE id = %s FOR UPDATE SKIP LOCKED"
+            assert death.execute(lock, [one.identity.id]).fetchall() == []
+            claim.commit()
+            assert death.execute(lock, [one.identity.id]).fetchall() == [(one.identity.id,)]
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+async def test_concurrency_is_exact_in_the_whole_cluster(address: str, limit: int) -> None:
+    async with table(address, declare(concurrency=limit)) as here:
+        await here.trigger(*[Order("tick")] * 60)
+        claiming = [await here.instance(f"i-{number}") for number in range(6)]
+        ended = 0
+        while ended < 60:
+            await asyncio.gather(*(each.claim() for each in claiming))
+            running = await here.sql("SELECT id FROM runs WHERE state = 'running'")
+            assert 0 < len(running) <= limit
+            await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
+            ended += len(running)
+
+
+async def test_overlap_queue_runs_one_after_another(address: str) -> None:
+    async with table(address, declare(overlap="queue")) as here:
+        first, second = await here.trigger(Order("tick"), Order("tick"))
+        one, two = await here.instance("one"), await here.instance("two")
+        assert [run.run_id for run in await one.claim()] == [first]
+        assert await two.claim() == []
+        await here.sql("DELETE FROM runs WHERE id = %s RETURNING 1", first)
+        assert [run.run_id for run in await two.claim()] == [second]
+
+
+async def test_a_rate_is_kept_by_all_together(address: str) -> None:
+    async with table(address, declare(rate="20/s")) as here:
+        await here.trigger(*[Order("tick")] * 200)
+        claiming = [await here.instance(f"i-{number}") for number in range(4)]
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        started = 0
+        while loop.time() - began < 1.5:
+            for share in await asyncio.gather(*(each.claim() for each in claiming)):
+                started += len(share)
+            allowed = 20 + 20 * (loop.time() - began)
+            assert started <= allowed + 1
+        assert started >= 35, "20 at once, and then 20 a second"
+
+
+async def test_a_limit_of_one_action_keeps_none_of_the_others(address: str) -> None:
+    async with table(address, declare("tight", concurrency=1), declare("tick")) as here:
+        await here.trigger(*[Order("tight", priority=9)] * 50)
+        await here.trigger(*[Order("tick")] * 50)
+        assert len(await (await here.instance("one")).claim(room=60)) == 51
+
+
+async def test_a_new_claim_has_a_token_nobody_had(address: str) -> None:
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick"))
+        one = await here.instance("one")
+        tokens = []
+        for _ in range(3):
+            ((_, token, _),) = await one.claim()
+            tokens.append(token)
+            # A pause lowers the attempt. The token only ever grows.
+            await here.sql("UPDATE runs SET state = 'pending', attempt = 0 RETURNING 1")
+        assert tokens == [1, 2, 3]
+
+
+# -- the floor --------------------------------------------------------------------------------------------------------
+
+
+async def told(one: Claiming, name: str, run_at: datetime) -> None:
+    now = asyncio.get_running_loop().time()
+    one.claimant.ready.tell(one.table.catalogue.id_of(name), 0, run_at, now)
+
+
+async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None:
+    """With a snapshot open, the index keeps the entries of all that ever waited; the plan shows how many are met."""
+    async with table(address, declare()) as here:
+        one = await here.instance("one")
+        with psycopg.connect(address) as reader:
+            reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            reader.execute("SELECT 1")
+            for _ in range(40):
+                await here.trigger(*[Order("tick")] * 50)
+                assert len(await one.claim()) == 50
+                await here.sql("DELETE FROM runs RETURNING 1")
+            floor = one.claimant.ready._spots[here.catalogue.id_of("tick"), 0].floor
+            look = """
+                EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, SUMMARY OFF, FORMAT JSON)
+                SELECT id FROM runs
+                WHERE state = 'pending' AND action_id = %s AND priority = 0 AND run_at >= %s AND run_at <= now()
+                ORDER BY run_at, id LIMIT 10
+            """
+            blocks = []
+            for since in (datetime(2020, 1, 1, tzinfo=UTC), floor):
+                ((plan,),) = await here.sql(look, here.catalogue.id_of("tick"), since)
+                blocks.append(plan[0]["Plan"]["Shared Hit Blocks"])
+        assert blocks[0] > 5 * blocks[1], "from the beginning it meets every one of them, from the floor none"
+
+
+async def test_a_run_whose_transaction_began_before_the_floor_is_found_when_it_is_told(address: str) -> None:
+    async with table(address, declare()) as here:
+        one = await here.instance("one")
+        await one.claim()
+        with psycopg.connect(address) as slow:
+            ((began,),) = slow.execute("SELECT now()").fetchall()
+            await here.trigger(Order("tick"))
+            assert len(await one.claim()) == 1
+            await asyncio.sleep(0.05)
+            insert = "INSERT INTO flotilla.runs (action_id, priority, run_at, max_attempts, trigger)"
+            slow.execute(f"{insert} VALUES (%s, 0, now(), 1, 'code')", [here.catalogue.id_of("tick")])
+        await told(one, "tick", datetime.now(UTC) + timedelta(hours=1))
+        await told(one, "tick", began)
+        assert len(await one.claim(everywhere=False)) == 1
+
+
+async def test_what_is_told_while_a_claim_is_under_way_is_not_forgotten(address: str) -> None:
+    async with table(address, declare()) as here:
+        one = await here.instance("one")
+        ((began,),) = await here.sql("SELECT now()")
+        ready = one.claimant.ready
+        await told(one, "tick", began)
+        ready.begin()
+        await told(one, "tick", began - timedelta(seconds=1))
+        place = (here.catalogue.id_of("tick"), 0)
+        ready.exhausted(place, began, ready.end().get(place))
+        assert ready.due(asyncio.get_running_loop().time())
+        assert ready._spots[place].floor == began - timedelta(seconds=1)

@@ -1,0 +1,188 @@
+"""A slot that is due becomes one run, however many look at once; a schedule's options say what becomes of others."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
+
+import psycopg
+import pytest
+
+from app.fleet.db.namespace import Lock
+from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.scheduler import LOCK_DUE
+from app.fleet.engine.synchronise import synchronise
+from tests.support.table import NAMESPACE, declare, table
+
+pytestmark = pytest.mark.anyio
+POSTGRES_VERSIONS = (18, 16)
+
+
+# -- once for each slot -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("many", [2, 5, 10])
+async def test_of_many_schedulers_one_makes_the_run(address: str, many: int) -> None:
+    """A thousand rounds together with the processes in tests/instances; here each statement really overlaps."""
+    rounds = 60
+    async with table(address, declare(every="1h")) as here:
+        schedulers = [await here.scheduler() for _ in range(many)]
+        slots = []
+        for _ in range(rounds):
+            slots.append(await here.due())
+            await asyncio.gather(*(scheduler._schedule() for scheduler in schedulers))
+        assert await here.slots() == slots
+        assert sum(scheduler.scheduled for scheduler in schedulers) == rounds
+
+
+async def test_the_lock_is_held_until_the_run_is_there(address: str) -> None:
+    """Two sessions interleaved by hand: while the first is between its look and its commit, the second gets nothing."""
+    async with table(address, declare(every="1h")) as here:
+        await here.due()
+        asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
+        with psycopg.connect(address) as first, psycopg.connect(address) as second:
+            (mine,) = first.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()
+            (theirs,) = second.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()
+            assert (mine[1], theirs[1]) == (True, False)
+            second.rollback()
+            first.execute("UPDATE flotilla.actions SET next_run_at = now() + interval '1 hour'")
+            (still,) = second.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()
+            assert still[1] is False, "before the commit the table does not say it yet, so the lock must"
+            second.rollback()
+            first.commit()
+            assert second.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall() == []
+
+
+async def test_a_lock_freed_before_the_work_is_claimed_would_make_two_runs(address: str) -> None:
+    """The naive order, which our statements do not have: look, lock, free, and only then insert and move on."""
+    look = "SELECT id FROM flotilla.actions WHERE next_run_at <= clock_timestamp()"
+    insert = """
+        INSERT INTO flotilla.runs (action_id, priority, run_at, max_attempts, trigger)
+        SELECT id, 0, now(), 1, 'schedule' FROM flotilla.actions
+    """
+    async with table(address, declare(every="1h")) as here:
+        await here.due()
+        with psycopg.connect(address) as first, psycopg.connect(address) as second:
+            for session in (first, second):
+                (row,) = session.execute(look).fetchall()
+                assert session.execute("SELECT pg_try_advisory_xact_lock(7, %s)", row).fetchone() == (True,)
+                session.commit()
+            for session in (first, second):
+                session.execute(insert)
+                session.execute("UPDATE flotilla.actions SET next_run_at = now() + interval '1 hour'")
+                session.commit()
+        assert await here.sql("SELECT count(*) FROM runs") == [(2,)], "this is what our order prevents"
+
+
+async def test_a_slot_that_has_a_run_makes_no_other(address: str) -> None:
+    """The second belt: as if the table had forgotten that the slot was claimed."""
+    async with table(address, declare(every="1h")) as here:
+        scheduler = await here.scheduler()
+        slot = await here.due()
+        await scheduler._schedule()
+        await here.sql("UPDATE actions SET next_run_at = %s RETURNING 1", slot)
+        await scheduler._schedule()
+        assert await here.slots() == [slot]
+
+
+async def test_a_scheduler_that_dies_before_its_commit_has_done_nothing(address: str) -> None:
+    async with table(address, declare(every="1h")) as here:
+        slot = await here.due()
+        with psycopg.connect(address) as doomed:
+            asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
+            doomed.execute(NAMESPACE.sql(LOCK_DUE), asked)
+            scheduler = await here.scheduler()
+            await scheduler._schedule()
+            assert await here.slots() == []
+        await scheduler._schedule()
+        assert await here.slots() == [slot]
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("misfire", "runs"), [("once", 1), ("all", 6), ("skip", 0)])
+async def test_after_an_outage_missed_slots_are_what_misfire_says(address: str, misfire: Any, runs: int) -> None:
+    async with table(address, declare(every="1m", misfire=misfire)) as here:
+        slot = await here.due(timedelta(minutes=5, seconds=30))
+        await (await here.scheduler())._schedule()
+        missed = [slot + timedelta(minutes=number) for number in range(6)]
+        assert await here.slots() == missed[6 - runs :]
+        assert await here.next_slot() == slot + timedelta(minutes=6)
+
+
+async def test_a_slot_that_is_hardly_late_is_no_misfire(address: str) -> None:
+    async with table(address, declare(every="1m", misfire="skip")) as here:
+        slot = await here.due(timedelta(seconds=5))
+        await (await here.scheduler())._schedule()
+        assert await here.slots() == [slot]
+
+
+async def test_a_very_long_outage_is_made_up_in_more_than_one_claim(address: str) -> None:
+    async with table(address, declare(every="1s", misfire="all")) as here:
+        await here.due(timedelta(seconds=400))
+        scheduler = await here.scheduler()
+        while await here.next_slot() < datetime.now(UTC):
+            await scheduler._schedule()
+        slots = await here.slots()
+        assert len(slots) >= 400
+        assert {later - sooner for sooner, later in pairwise(slots)} == {timedelta(seconds=1)}
+
+
+async def test_overlap_skip_makes_no_run_beside_an_active_one_and_moves_on(address: str) -> None:
+    async with table(address, declare(every="1m", overlap="skip")) as here:
+        scheduler = await here.scheduler()
+        first = await here.due()
+        await scheduler._schedule()
+        second = await here.due()
+        await scheduler._schedule()
+        assert await here.slots() == [first]
+        assert await here.next_slot() == second + timedelta(minutes=1)
+
+
+async def test_a_paused_action_is_not_scheduled(address: str) -> None:
+    async with table(address, declare(every="1m")) as here:
+        await here.due()
+        await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
+        await (await here.scheduler())._schedule()
+        assert await here.slots() == []
+
+
+async def test_jitter_delays_the_run_and_not_the_slot(address: str) -> None:
+    async with table(address, declare(every="1m", jitter="30s")) as here:
+        slot = await here.due()
+        await (await here.scheduler())._schedule()
+        ((scheduled_for, run_at),) = await here.sql("SELECT scheduled_for, run_at FROM runs")
+        assert scheduled_for == slot
+        assert slot <= run_at <= slot + timedelta(seconds=30)
+
+
+async def test_an_action_this_code_does_not_have_is_left_alone(address: str) -> None:
+    async with table(address, declare(every="1h"), declare("other", every="1h")) as here:
+        here.catalogue.number({"tick": here.catalogue.id_of("tick"), "other": here.catalogue.id_of("other")})
+        older = Catalogue({"tick": here.catalogue["tick"]})
+        older.number({"tick": here.catalogue.id_of("tick")})
+        here.catalogue = older
+        await here.due(name="other")
+        await (await here.scheduler())._schedule()
+        assert await here.slots() == []
+
+
+# -- declared, and in the table ---------------------------------------------------------------------------------------
+
+
+async def test_a_changed_schedule_gets_a_new_slot_and_an_unchanged_one_keeps_its(address: str) -> None:
+    async with table(address, declare(every="1h")) as here:
+        slot = await here.due(timedelta(minutes=-10))
+        for every, kept in (("1h", True), ("2h", False)):
+            async with here.database.connection() as connection:
+                await synchronise(connection, NAMESPACE, Catalogue({"tick": declare(every=every)}))
+            assert (await here.next_slot() == slot) is kept
+
+
+async def test_a_pause_survives_a_restart(address: str) -> None:
+    async with table(address, declare(every="1h")) as here:
+        await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
+        async with here.database.connection() as connection:
+            await synchronise(connection, NAMESPACE, Catalogue({"tick": declare(every="2h", priority=3)}))
+        assert await here.sql("SELECT paused_at IS NOT NULL, priority FROM actions") == [(True, 3)]

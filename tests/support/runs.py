@@ -1,0 +1,79 @@
+"""What tests of runs need: trigger, look, wait until it ended."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from app.fleet.engine import runs
+from app.fleet.engine.engine import Engine
+from app.fleet.engine.runs import RunRecord
+from app.fleet.engine.trigger import Order
+from tests.support.service import Running, service
+
+Answer = TypeVar("Answer")
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+@dataclass(frozen=True)
+class Desk:
+    """One instance in this process, and its runs."""
+
+    running: Running
+
+    @property
+    def engine(self) -> Engine:
+        return self.running.context.engine
+
+    async def trigger(self, action: str, payload: Any = None, **order: Any) -> int:
+        (done,) = await self.engine.triggers.trigger([Order(action, payload, **order)])
+        return done.id
+
+    async def trigger_all(self, orders: Sequence[Order]) -> list[int]:
+        return [done.id for done in await self.engine.triggers.trigger(orders)]
+
+    async def look(self, run_id: int) -> RunRecord:
+        database = self.running.context.database
+        async with database.connection() as connection:
+            return await runs.find(connection, database.namespace, run_id)
+
+    async def ended(self, run_id: int, within: float = 20) -> RunRecord:
+        return await self.until(run_id, *ENDED, within=within)
+
+    async def until(self, run_id: int, *states: str, within: float = 20) -> RunRecord:
+        async def there() -> RunRecord | None:
+            run = await self.look(run_id)
+            return run if run.state in states else None
+
+        return await soon(there, within=within)
+
+    async def run(self, action: str, payload: Any = None, **order: Any) -> RunRecord:
+        """Trigger it, and return the run when it has ended."""
+        return await self.ended(await self.trigger(action, payload, **order))
+
+    async def sql(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run a statement in the namespace's schema, which is the search path here."""
+        async with self.running.context.database.connection() as connection:
+            await connection.execute("SET LOCAL search_path TO flotilla, public")
+            cursor = await connection.execute(statement, values or None)
+            return await cursor.fetchall() if cursor.description else []
+
+
+@asynccontextmanager
+async def desk(address: str, **settings: Any) -> AsyncIterator[Desk]:
+    given = {"actions": ("tests.support.trial_actions",), "log_level": "warning", **settings}
+    async with service(address, **given) as running:
+        yield Desk(running)
+
+
+async def soon(condition: Callable[[], Awaitable[Answer | None]], *, within: float = 20, every: float = 0.01) -> Answer:
+    """Wait until something is true and return it."""
+    deadline = time.monotonic() + within
+    while True:
+        if answer := await condition():
+            return answer
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not true within {within} s")
+        await asyncio.sleep(every)

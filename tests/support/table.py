@@ -1,0 +1,136 @@
+"""The engine's parts on a real database, without an instance around them: what a test calls is what happens."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from app.fleet import Run, action
+from app.fleet.cluster.registry import Identity
+from app.fleet.db import dsn, migrations
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Database
+from app.fleet.engine.actions import Action, Catalogue
+from app.fleet.engine.claim import Claimant, Clock
+from app.fleet.engine.scheduler import Scheduler
+from app.fleet.engine.synchronise import synchronise
+from app.fleet.engine.trigger import Order, Triggers
+from app.fleet.phase import Course
+from app.settings import Settings
+
+NAMESPACE = Namespace("flotilla")
+
+
+class Leader:
+    """A member that may do everything."""
+
+    leading = True
+
+    def holds(self) -> bool:
+        return True
+
+
+def declare(name: str = "tick", **options: Any) -> Action[Any]:
+    @action(name, **options)
+    async def tick(_: Run) -> None: ...
+
+    return tick
+
+
+class Claimed(NamedTuple):
+    run_id: int
+    token: int
+    priority: int
+
+
+class Table:
+    """One database, and schedulers that share it."""
+
+    def __init__(self, address: str, database: Database, catalogue: Catalogue, stack: AsyncExitStack) -> None:
+        self.address = address
+        self.database = database
+        self.catalogue = catalogue
+        self._stack = stack
+
+    async def scheduler(self) -> Scheduler:
+        made = Scheduler(self.database, Leader(), self.catalogue, Course(), Clock())  # type: ignore[arg-type]
+        self._stack.push_async_callback(made._lane.close)
+        return made
+
+    async def sql(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        async with self.database.connection() as connection:
+            await connection.execute("SET LOCAL search_path TO flotilla")
+            cursor = await connection.execute(statement, values or None)
+            return await cursor.fetchall() if cursor.description else []
+
+    async def instance(self, name: str) -> "Claiming":
+        """Somebody who may claim: a row of the register, and a claimant."""
+        rows = await self.sql(
+            """
+            INSERT INTO instances (id, name, run_id, state, hostname, pid, version, connections, started_at,
+                                   heartbeat_at, server_started_at)
+            SELECT nextval('instance_ids'), %s, %s, 'ready', 'test', 1, 'test', 1, now(), now(),
+                   pg_postmaster_start_time()
+            RETURNING id, name, run_id
+            """,
+            name,
+            uuid4(),
+        )
+        return Claiming(self, Identity(*rows[0]), Claimant(NAMESPACE, self.catalogue, Clock()))
+
+    async def trigger(self, *orders: Order) -> list[int]:
+        return [done.id for done in await Triggers(self.database, self.catalogue).trigger(orders)]
+
+    async def due(self, since: timedelta = timedelta(), name: str = "tick") -> datetime:
+        """Make the action due, as of so long ago."""
+        statement = "UPDATE actions SET next_run_at = clock_timestamp() - %s WHERE name = %s RETURNING next_run_at"
+        ((slot,),) = await self.sql(statement, since, name)
+        return slot  # type: ignore[no-any-return]
+
+    async def slots(self) -> list[datetime]:
+        return [row[0] for row in await self.sql("SELECT scheduled_for FROM runs ORDER BY scheduled_for")]
+
+    async def next_slot(self) -> datetime:
+        ((slot,),) = await self.sql("SELECT next_run_at FROM actions")
+        return slot  # type: ignore[no-any-return]
+
+
+@dataclass
+class Claiming:
+    """One that claims, as an executor does."""
+
+    table: Table
+    identity: Identity
+    claimant: Claimant
+
+    async def claim(self, room: int = 100, *, everywhere: bool = True) -> list[Claimed]:
+        """Look at every place, or only at those this one was told of."""
+        now = asyncio.get_running_loop().time()
+        ready = self.claimant.ready
+        if everywhere:
+            ((server_now,),) = await self.table.sql("SELECT clock_timestamp()")
+            self.claimant.clock.learn(server_now, now)
+            places = "SELECT action_id, priority, min(run_at) FROM runs WHERE state = 'pending' GROUP BY 1, 2"
+            for action_id, priority, run_at in await self.table.sql(places):
+                ready.tell(action_id, priority, run_at, now)
+        async with self.table.database.autocommit() as connection:
+            rows = await self.claimant.claim(connection, self.identity, ready.due(now), room, now)
+        return [Claimed(row[0], row[2], row[6]) for row in rows]
+
+
+@asynccontextmanager
+async def table(address: str, *actions: Action[Any], pool_max: int = 14) -> AsyncIterator[Table]:
+    settings = Settings.load(database_url=address, pool_max=pool_max)
+    addresses = dsn.resolve(settings)
+    await asyncio.to_thread(migrations.migrate, addresses.direct, NAMESPACE)
+    database = Database(settings, addresses, NAMESPACE)
+    await database.start()
+    catalogue = Catalogue({each.name: each for each in actions})
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(database.stop)
+        async with database.connection() as connection:
+            await synchronise(connection, NAMESPACE, catalogue)
+        yield Table(address, database, catalogue, stack)
