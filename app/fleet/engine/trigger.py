@@ -67,11 +67,11 @@ FROM {schema}.run_keys AS k
 JOIN unnest(%(actions)s::int[], %(keys)s::text[]) AS w (action_id, key) USING (action_id, key)
 """
 
+# The first replaces two: the columns of `runs`, and those of `o`.
 INSERT_KEYED = (
     INSERT.replace("(action_id, priority, run_at,", "(id, key, action_id, priority, run_at,")
     .replace("SELECT o.action_id, o.priority,", "SELECT o.id, o.key, o.action_id, o.priority,")
     .replace("unnest(", "unnest(%(ids)s::int8[], %(keys)s::text[], ")
-    .replace("AS o (", "AS o (id, key, ")
 )
 
 HOLD_ACTIONS = """
@@ -124,7 +124,7 @@ class Triggers:
 
     def __init__(self, database: Database, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
-        self._database = database
+        self.database = database
 
     async def trigger(
         self, orders: Sequence[Order], place: Place | None = None, *, by: Trigger = "code"
@@ -134,13 +134,13 @@ class Triggers:
         if not prepared:
             return []
         if place is not None:
-            return await insert(place, self._database.namespace, prepared, by)
+            return await insert(place, self.database.namespace, prepared, by)
         simple = all(each.simple for each in prepared)
         if simple:
-            async with self._database.autocommit() as connection:
-                return await insert(connection, self._database.namespace, prepared, by)
-        async with self._database.connection() as connection:
-            return await insert(connection, self._database.namespace, prepared, by)
+            async with self.database.autocommit() as connection:
+                return await insert(connection, self.database.namespace, prepared, by)
+        async with self.database.connection() as connection:
+            return await insert(connection, self.database.namespace, prepared, by)
 
 
 @dataclass(frozen=True, slots=True)
