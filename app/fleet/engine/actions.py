@@ -112,7 +112,7 @@ class Action(Generic[P]):
 
     def encode(self, payload: Any) -> str | None:
         """Check a payload against the action's type and write it as JSON; nothing for an empty one."""
-        if not payload and self.plain:
+        if self.plain and (payload is None or payload == {}):
             return None
         try:
             given = {} if payload is None else payload

@@ -18,7 +18,7 @@ from app.fleet.engine.executor import Executor
 from app.fleet.engine.lookout import Lookout
 from app.fleet.engine.retention import Retention
 from app.fleet.engine.scheduler import Scheduler
-from app.fleet.engine.synchronise import synchronise
+from app.fleet.engine.synchronise import announce, synchronise
 from app.fleet.engine.trigger import Triggers, current
 from app.fleet.phase import Course
 from app.fleet.service import Service
@@ -38,6 +38,7 @@ class Engine:
         self.lookout = Lookout(database, member, catalogue, self.executor, self.scheduler.expect)
         self.retention = Retention(database, member)
         self._database = database
+        self._member = member
         member.on_death(recovery.TakeBack(database.namespace))
         member.on_lost(self.executor.drop)
         member.on_elected(self._elected)
@@ -55,6 +56,9 @@ class Engine:
         """Write the actions of this code into the database, before anything looks for them."""
         async with self._database.connection() as connection:
             await synchronise(connection, self._database.namespace, self.catalogue)
+            # Now and not at the lookout's first look: an instance that is ready stands by.
+            if (me := self._member.identity) is not None:
+                await announce(connection, self._database.namespace, me.id, self.catalogue.ids)
         # Tasks started from here on know whose actions `trigger` means.
         current.set(self.triggers)
 

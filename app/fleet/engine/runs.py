@@ -151,7 +151,7 @@ async def find_page(
     if not states or set(states) - set(ACTIVE):
         parts.append(FROM_FINISHED)
     sides = [f"({part} WHERE {' AND '.join(where)} {PAGE})" for part in parts]
-    statement = " UNION ALL ".join(sides) + " ORDER BY id DESC LIMIT %(limit)s"
+    statement = f"SELECT * FROM ({' UNION ALL '.join(sides)}) AS page ORDER BY id DESC LIMIT %(limit)s"
     async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
         await cursor.execute(namespace.sql(statement), values)
         return await cursor.fetchall()

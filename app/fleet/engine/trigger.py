@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
 from app.fleet.db.namespace import Namespace
@@ -29,6 +29,9 @@ from app.fleet.engine.runs import RunRecord, Trigger
 from app.fleet.errors import AlreadyActive, EngineError, FleetError, KeyInFlight, KeyReused
 
 KEY_MOST = 200
+# What PostgreSQL and Python can both say, in any time zone.
+EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
+LATEST = datetime(9999, 1, 1, tzinfo=UTC)
 
 # The action's id, and the key with its kind.
 Key: TypeAlias = tuple[int, str]
@@ -191,6 +194,8 @@ def prepare(catalogue: Catalogue, order: Order) -> Prepared:
         raise EngineError(f"a priority is from {PRIORITIES[0]} to {PRIORITIES[-1]}")
     if order.run_at is not None and order.run_at.tzinfo is None:
         raise EngineError("run_at needs a time zone: PostgreSQL's clock and yours may be in different ones")
+    if order.run_at is not None and not EARLIEST <= order.run_at <= LATEST:
+        raise EngineError(f"run_at is between the years {EARLIEST.year} and {LATEST.year}")
     return Prepared(order, action, catalogue.id_of(order.action), action.encode(order.payload))
 
 
