@@ -1,80 +1,39 @@
-"""The command line: start instances here, see them anywhere, ask any of them to leave.
-
-Tables for people, `--json` for machines, and exit codes that mean something:
-
-    0  done
-    1  failed, or `doctor` found a problem
-    2  wrong usage, or a setting is wrong
-    3  an instance refused to start
-    4  the database cannot be used as it is
-    5  no such instance
-"""
+"""Instances: start some here, see them anywhere, ask any of them to leave."""
 
 import contextlib
-import dataclasses
-import importlib
-import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 from urllib.error import URLError
 from urllib.request import urlopen
 
-import psycopg
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from app.fleet.cli.terminal import AsJson, lasted, load, own_name_as_typed, say, say_json, say_table, session_for
 from app.fleet.cluster.registry import Instance, Register, Session
 from app.fleet.db import dsn, embedded, migrations, preflight
-from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace
-from app.fleet.doctor import Level, examine
-from app.fleet.errors import FleetError, SchemaOutdated, SettingsError, StartRefused
-from app.fleet.http.auth import make_key
-from app.fleet.settings import KEY, FleetSettings, Scope
+from app.fleet.errors import FleetError, SettingsError, StartRefused
+from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs
 
 READY_WITHIN = 60.0
 LED_WITHIN = 5.0
-app = typer.Typer(
-    name="flotilla",
-    help="Start instances here, see them anywhere, ask any of them to leave.",
-    epilog="Exit codes: 0 done · 1 failed, or doctor found a problem · 2 wrong usage or setting · "
-    "3 an instance refused to start · 4 the database cannot be used · 5 no such instance",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
-# Piped, a table is as wide as it needs to be: a name cut to fit 80 columns helps nobody.
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
-err = Console(stderr=True, highlight=False)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
-
-
-def main() -> NoReturn:
-    try:
-        app()
-    except FleetError as error:
-        err.print(f"flotilla: {error}", markup=False, soft_wrap=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0)
+COLUMNS = (
+    "NAME", "ID", "STATE", "LEADER", "RUNNING", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP", "WORKSPACE",
+)  # fmt: skip
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------
 
 
-@app.command()
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = None,
@@ -108,7 +67,6 @@ def serve(
         server.run(sockets=[listener])
 
 
-@app.command()
 def up(
     instances: Annotated[int, typer.Option("--instances", "-n", min=1, max=100, help="How many.")] = 3,
     name: Annotated[str | None, typer.Option(help="Name; with several instances, NAME-1, NAME-2, …")] = None,
@@ -136,7 +94,7 @@ def up(
     started: dict[int, subprocess.Popen[bytes]] = {}
     for number, each in enumerate(ports, 1):
         if each in mine:
-            out.print(f"port {each}: {mine[each].name} is up already", markup=False)
+            say(f"port {each}: {mine[each].name} is up already")
             continue
         own_name = name if name is None or instances == 1 else f"{name}-{number}"
         started[each] = launch(each, settings, own_name, workspace, force)
@@ -144,11 +102,11 @@ def up(
         wait_until_ready(each, process, settings)
     wait_until_led(settings)
     show(settings)
-    out.print(f"\n{len(ports)} instances up in {time.monotonic() - began:.1f} s. Look at:", markup=False)
-    out.print(f"  curl http://{reachable(settings.host)}:{first}/health/instances", markup=False)
-    out.print(f"  tail -f {log_file('*')}", markup=False)
+    say(f"\n{len(ports)} instances up in {time.monotonic() - began:.1f} s. Look at:")
+    say(f"  curl http://{reachable(settings.host)}:{first}/health/instances")
+    say(f"  tail -f {log_file('*')}")
     me = own_name_as_typed()
-    out.print(f"  {me} list · {me} down NAME · {me} down", markup=False)
+    say(f"  {me} list · {me} down NAME · {me} down")
 
 
 def launch(
@@ -196,7 +154,6 @@ def wait_until_led(settings: FleetSettings) -> None:
 # -- seeing and ending ------------------------------------------------------------------------------------------------
 
 
-@app.command(name="list")
 def list_command(
     everyone: Annotated[bool, typer.Option("--all", help="Those gone within the last minutes too.")] = False,
     as_json: AsJson = False,
@@ -205,7 +162,6 @@ def list_command(
     show(load(), everyone=everyone, as_json=as_json)
 
 
-@app.command()
 def down(
     name: Annotated[str | None, typer.Argument(help="Which instance; without it, all on this machine.")] = None,
     timeout: Annotated[float, typer.Option(help="How long to wait for it to be gone, in seconds.")] = 70.0,
@@ -213,7 +169,7 @@ def down(
     """Ask an instance, on any host, to drain and leave; without a name, all on this machine, and their database."""
     settings = load()
     if settings.embedded and not embedded.is_running(settings.embedded_dir):
-        out.print("nothing is up here: the embedded PostgreSQL is not running", markup=False)
+        say("nothing is up here: the embedded PostgreSQL is not running")
         return
     with session_for(settings) as (session, register):
         if name is not None:
@@ -227,7 +183,7 @@ def down(
         wait_until_gone(session, register, waiting, timeout)
         nobody_left = not any(each.living for each in register.list(session))
     if name is None and settings.embedded and nobody_left and embedded.stop(settings.embedded_dir):
-        out.print("embedded PostgreSQL: stopped", markup=False)
+        say("embedded PostgreSQL: stopped")
 
 
 def wait_until_gone(session: Session, register: Register, waiting: dict[str, int], timeout: float) -> None:
@@ -235,7 +191,7 @@ def wait_until_gone(session: Session, register: Register, waiting: dict[str, int
     while waiting and time.monotonic() < deadline:
         for name, identifier in list(waiting.items()):
             if register.is_gone(session, identifier):
-                out.print(f"{name}: gone", markup=False)
+                say(f"{name}: gone")
                 del waiting[name]
         time.sleep(0.1)
     if waiting:
@@ -246,19 +202,14 @@ def show(settings: FleetSettings, *, everyone: bool = False, as_json: bool = Fal
     with session_for(settings) as (session, register):
         rows = [row for row in register.list(session) if everyone or row.living]
     if as_json:
-        out.print_json(json.dumps([dataclasses.asdict(row) for row in rows], default=str))
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("NAME", "ID", "STATE", "LEADER", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP", "WORKSPACE"):
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*cells(row))
-    out.print(table)
+        say_json([asdict(row) for row in rows])
+    else:
+        say_table(COLUMNS, map(cells, rows))
 
 
 def cells(row: Instance) -> Iterator[str]:
-    yield from (row.name, str(row.id), row.state, "leader" if row.leader else "", row.hostname, str(row.pid))
-    yield from (str(row.port or ""), row.version)
+    yield from (row.name, str(row.id), row.state, "leader" if row.leader else "", str(row.running))
+    yield from (row.hostname, str(row.pid), str(row.port or ""), row.version)
     if row.living:
         yield f"{row.heartbeat_age_ms} ms ago"
         yield lasted(row.started_at, datetime.now(row.started_at.tzinfo))
@@ -268,78 +219,7 @@ def cells(row: Instance) -> Iterator[str]:
     yield row.workspace or ""
 
 
-def lasted(since: datetime, until: datetime) -> str:
-    seconds = max(0, int((until - since).total_seconds()))
-    days, rest = divmod(seconds, 86400)
-    return f"{days} d {rest // 3600} h" if days else f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
-
-
-# -- the database -----------------------------------------------------------------------------------------------------
-
-
-@app.command()
-def migrate() -> None:
-    """Bring the namespace's schema to the newest revision. Safe to run anywhere, any number of times at once."""
-    settings = load()
-    logs.set_up(as_json=settings.logs_as_json, level=settings.log_level, namespace=settings.namespace)
-    addresses = dsn.resolve(settings)
-    preflight.check_direct(addresses)
-    done = migrations.migrate(addresses.direct, Namespace(settings.namespace))
-    out.print(f"{settings.namespace}: {'migrated' if done else 'current already'}", markup=False)
-
-
-@app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Say whether this wiring is safe: database, pooler, schema, connection budget, clock, privileges, settings."""
-    findings = examine(load())
-    if as_json:
-        out.print_json(json.dumps([dataclasses.asdict(finding) for finding in findings]))
-    else:
-        for finding in findings:
-            out.print(
-                f"{finding.level.value:<7}  {finding.subject:<20}  {finding.detail}", markup=False, soft_wrap=True
-            )
-    if any(finding.level is Level.PROBLEM for finding in findings):
-        sys.exit(1)
-
-
-@app.command()
-def key(
-    name: Annotated[str, typer.Argument(help="Whose key this is; it appears in the settings only.")],
-    scope: Annotated[Scope, typer.Option(help="What it may do; each scope includes the former.")] = "read",
-) -> None:
-    """Make an API key: the key itself, shown once, and the line for FLOTILLA_API_KEYS."""
-    secret, line = make_key(name, scope)
-    if not KEY.fullmatch(line):
-        raise SettingsError(f"{name!r} is no name for a key: up to 64 letters, digits, dots, hyphens and underscores")
-    out.print(f"key, for the client, shown only now:\n  {secret}", markup=False, soft_wrap=True)
-    out.print(f"line, to add to FLOTILLA_API_KEYS (commas between several):\n  {line}", markup=False, soft_wrap=True)
-
-
 # -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def load() -> FleetSettings:
-    """Read the service's settings, its own fields included; by name, because the fleet imports nothing above it."""
-    settings: type[FleetSettings] = importlib.import_module("app.settings").Settings
-    return settings.load()
-
-
-@contextlib.contextmanager
-def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Register]]:
-    """Open a session on the register, or say why there is none."""
-    addresses = dsn.resolve(settings)
-    namespace = Namespace(settings.namespace)
-    try:
-        with open_session(addresses.direct, application=f"flotilla/{namespace.name}/cli", lease=None) as session:
-            if migrations.inspect(session, namespace) is migrations.State.ABSENT:
-                raise SchemaOutdated(
-                    f"the namespace {namespace.name!r} does not exist in {addresses.place}: `flotilla up` or "
-                    f"`flotilla migrate` makes it; FLOTILLA_NAMESPACE chooses another"
-                )
-            yield session, Register(namespace)
-    except psycopg.Error as error:
-        raise preflight.translate(error, addresses) from error
 
 
 def here(rows: list[Instance]) -> dict[int, Instance]:
@@ -372,14 +252,6 @@ def port_taken(host: str, port: int, error: OSError) -> FleetError:
         f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another with --port or FLOTILLA_PORT, or "
         f"end what uses it (`flotilla list` shows the instances)"
     )
-
-
-def own_name_as_typed() -> str:
-    """Say how to call this command again, whether or not the virtual environment is active."""
-    script = Path(sys.argv[0])
-    if script.name == "__main__.py":
-        return "python -m app"
-    return "flotilla" if shutil.which("flotilla") else os.path.relpath(script)
 
 
 def reachable(host: str) -> str:

@@ -51,8 +51,6 @@ WHERE (a.schedule, a.misfire, a.overlap, a.priority, a.max_attempts, a.retention
 
 IDS = "SELECT name, id FROM {schema}.actions WHERE name = ANY (%(names)s)"
 
-KNOWN = "SELECT name, id FROM {schema}.actions"
-
 ANNOUNCE = """
 INSERT INTO {schema}.standby (instance_id, action_ids)
 SELECT id, %(actions)s FROM {schema}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE
@@ -74,11 +72,6 @@ async def learn_ids(connection: Connection, namespace: Namespace, catalogue: Cat
     names = [action.name for action in catalogue]
     rows = await (await connection.execute(namespace.sql(IDS), {"names": names})).fetchall()
     catalogue.number(dict(rows))
-
-
-async def known(connection: Connection, namespace: Namespace) -> dict[str, int]:
-    """Return the ids of all actions that the database has, whichever code declares them."""
-    return dict(await (await connection.execute(namespace.sql(KNOWN))).fetchall())
 
 
 def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:

@@ -6,7 +6,8 @@ begin at 1. A run that is fenced draws none, and none of its events is written.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
@@ -58,3 +59,28 @@ async def append(connection: Connection, namespace: Namespace, events: Sequence[
     }
     rows = await (await connection.execute(namespace.sql(APPEND), values)).fetchall()
     return {(event.run_id, event.token) for event in events} - set(rows)
+
+
+class Written(NamedTuple):
+    """An event as it is read."""
+
+    seq: int
+    kind: str
+    data: Any
+    at: datetime
+
+
+READ = """
+SELECT seq, kind, data, at
+FROM {schema}.run_events
+WHERE run_id = %(run)s AND seq > %(after)s
+ORDER BY seq
+LIMIT %(most)s
+"""
+
+
+async def read(connection: Connection, namespace: Namespace, run: int, after: int, most: int) -> list[Written]:
+    """Return what a run said after that number, in order."""
+    values = {"run": run, "after": after, "most": most}
+    rows = await (await connection.execute(namespace.sql(READ), values)).fetchall()
+    return [Written(*row) for row in rows]
