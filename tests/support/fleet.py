@@ -83,6 +83,34 @@ class Ship:
         view = self.instances()
         return next(each for each in view["instances"] if each["name"] == view["self"] and each["state"] != "gone")
 
+    def trigger(self, action: str, payload: object = None, **order: Any) -> dict[str, Any]:
+        """Trigger a run, and return what was answered."""
+        body = {"payload": {} if payload is None else payload, **order}
+        answer = self.client.post(f"/actions/{action}/runs", json=body)
+        assert answer.status_code in {200, 202}, answer.text
+        run: dict[str, Any] = answer.json()
+        return run
+
+    def trigger_all(self, runs: Sequence[Mapping[str, Any]]) -> list[int]:
+        answer = self.client.post("/runs:batch", json={"runs": runs})
+        assert answer.status_code == 202, answer.text
+        return [run["id"] for run in answer.json()["runs"]]
+
+    def run(self, run_id: int) -> dict[str, Any]:
+        answer = self.client.get(f"/runs/{run_id}")
+        assert answer.status_code == 200, answer.text
+        run: dict[str, Any] = answer.json()
+        return run
+
+    def ended(self, run_id: int, within: float = 20) -> dict[str, Any]:
+        """Wait until a run has ended, and return it."""
+
+        def look() -> dict[str, Any] | None:
+            run = self.run(run_id)
+            return run if run["finished_at"] else None
+
+        return eventually(look, within=within)
+
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 

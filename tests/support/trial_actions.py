@@ -15,6 +15,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from app.fleet import GiveUp, Run, TryAgain, action, trigger
+from app.fleet.engine.trigger import here
 
 EFFECTS = "CREATE TABLE public.effects (run_id bigint, attempt int, token bigint, instance text, note text)"
 EFFECT = text("INSERT INTO public.effects VALUES (:run, :attempt, :token, :instance, :note)")
@@ -167,3 +168,25 @@ async def walk(run: Run) -> dict[str, Any]:
 @action("relay")
 async def relay(run: Run) -> int:
     return await trigger("echo", run.payload)
+
+
+@action("late")
+async def late(run: Run) -> str:
+    """Write once more after the run was taken over, whatever its cancellation says; another attempt just ends."""
+    if run.attempt > 1:
+        return "done by another"
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(3600)
+    write = run.payload["write"]
+    if write == "checkpoint":
+        await run.checkpoint({"late": True})
+    elif write == "event":
+        await run.emit("late")
+    elif write == "guard":
+        async with here().database.session() as session:
+            await session.execute(EFFECT, effect(run, "late"))
+            await run.guard(session)
+    elif write == "commit":
+        async with run.commit("late") as session:
+            await session.execute(EFFECT, effect(run, "late"))
+    return "late"

@@ -47,6 +47,9 @@ from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.logs import events
 
 BATCH = 500
+# The first claim after a pause takes few, so that a handful of runs is shared; each one that finds more takes more.
+FIRST = 4
+GROWTH = 4
 TICK = 0.1
 RETRY = 0.1
 STUBBORN = 5.0
@@ -77,6 +80,7 @@ class Executor(Service):
         self._running: dict[int, Run[Any]] = {}
         # What we own, from the claim until its end is durable: a slot each.
         self._owned: set[tuple[int, int]] = set()
+        self._appetite = FIRST
         self._wake = asyncio.Event()
         self._watch = Watch(lambda: list(self._running.values()))
         self._claims: asyncio.Task[None] | None = None
@@ -199,12 +203,14 @@ class Executor(Service):
         identity = self._member.identity
         if identity is None:
             return
+        room = min(self.room, self._appetite)
         async with self._lane.connection() as connection:
-            rows = await self.claimant.claim(connection, identity, due, min(self.room, BATCH), now)
+            rows = await self.claimant.claim(connection, identity, due, room, now)
         if self._member.identity != identity:
             # Claimed for who we were: the death of that identity has them back already, or will.
             return
         self.claimed += len(rows)
+        self._appetite = min(self._appetite * GROWTH, BATCH) if len(rows) >= room else FIRST
         for row in rows:
             self._begin(row)
 
@@ -250,6 +256,7 @@ class Executor(Service):
             self.ledger.outcomes["succeeded"] += 1
             self._on_settled([run])
         elif run.ending == "fenced":
+            self.ledger.refuse(run, "completion", stop=False)
             self._on_settled([run])
         elif run.ending == "timeout" or (run.ending is None and self.now() > run.deadline):
             # Too late is too late, also for one that kept the loop from noticing.

@@ -205,6 +205,7 @@ class Ledger:
 
     async def emit(self, run: Run[Any], kind: str, data: str | None) -> None:
         if run.ending == "fenced":
+            self.refuse(run, "event")
             raise fenced(run)
         run.said += 1
         self._events.append((run, stream.Event(run.id, run.token, kind, data)))
@@ -219,7 +220,7 @@ class Ledger:
             async with self._database.session() as session:
                 yield session
         except Fenced:
-            self._refuse(run, "commit")
+            self.refuse(run, "commit")
             raise
 
     async def complete_in(self, session: AsyncSession, run: Run[Any]) -> None:
@@ -236,7 +237,7 @@ class Ledger:
 
     async def guard(self, session: AsyncSession, run: Run[Any]) -> None:
         if not await fetch(session, self._sql(GUARD), {"id": run.id, "token": run.token}):
-            self._refuse(run, "guard")
+            self.refuse(run, "guard")
             raise fenced(run)
 
     def wait_from_thread(self, work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -347,7 +348,7 @@ class Ledger:
     ) -> None:
         stale = await stream.append(connection, self._database.namespace, [event for _, event in batch])
         for run in {id(run): run for run, _ in batch if (run.id, run.token) in stale}.values():
-            self._refuse(run, "event")
+            self.refuse(run, "event")
 
     async def _keep(self, connection: Connection, batch: Sequence[Kept], _again: bool) -> None:
         # The last one of a run counts: a statement may touch a row only once.
@@ -361,7 +362,7 @@ class Ledger:
         for each in batch:
             stale = (each.run.id, each.run.token) not in written
             if stale:
-                self._refuse(each.run, "checkpoint")
+                self.refuse(each.run, "checkpoint")
             if each.done.done():
                 continue
             if stale:
@@ -422,9 +423,10 @@ class Ledger:
         for row in rows:
             del missing[row[0]]
         for run in missing.values():
-            self._refuse(run, "completion", stop=False)
+            self.refuse(run, "completion", stop=False)
 
-    def _refuse(self, run: Run[Any], what: str, *, stop: bool = True) -> None:
+    def refuse(self, run: Run[Any], what: str, *, stop: bool = True) -> None:
+        """Count a write that came too late; its run is somebody else's."""
         self.fenced[what] += 1
         log.warning("run.fenced", run=run.id, action=run.action, token=run.token, what=what)
         if stop:

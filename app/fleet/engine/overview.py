@@ -7,14 +7,15 @@ of those that ended, those that run, and, of those that wait, the one at the end
 An action that nobody's code has any more is `vanished`: it keeps its runs and its pause, and nobody schedules or claims
 it. What only code knows, its summary, is known for the actions of this instance.
 
-Pausing takes the action's advisory lock first: whoever is scheduling a slot of it (`scheduler.py`) has committed before,
-or sees the pause. A claim that is under way at that moment may still start runs.
+Pausing takes the action's advisory lock first: whoever is scheduling a slot of it (`scheduler.py`) has committed by
+then, or sees the pause. A claim that is under way at that moment may still start runs.
 
 Resuming goes on with the next slot after now: slots during the pause were not missed, they were not wanted. Slots are
 counted on from the last one, as everywhere, so that a pause does not move those that follow. Resuming what is not
 paused does nothing at all: a slot that has just become due stays due.
 """
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -93,7 +94,7 @@ WITH running AS (
 SELECT a.name, a.schedule, a.next_run_at, a.paused_at IS NOT NULL AS paused, a.overlap, a.misfire, a.priority,
        a.max_attempts, a.concurrency, a.rate_interval, a.rate_burst,
        extract(epoch FROM a.retention)::float8 AS retention,
-       coalesce(r.instances, '{{{{}}}}') AS running_on, coalesce(l.instances, '{{{{}}}}') AS standby,
+       coalesce(r.instances, ARRAY[]::text[]) AS running_on, coalesce(l.instances, ARRAY[]::text[]) AS standby,
        greatest(r.newest, w.last, CASE WHEN e.action_id = a.id THEN e.id END) AS last_run
 FROM {{schema}}.actions AS a
 LEFT JOIN running AS r ON r.action_id = a.id
@@ -118,16 +119,16 @@ LEFT JOIN LATERAL (
 ) AS w ON true
 WHERE %(name)s::text IS NULL OR a.name = %(name)s
 ORDER BY a.name
-""".replace("{{}}", "{}")
+"""
 
-HOLD_SLOTS = "SELECT pg_advisory_xact_lock({class}, %(kind)s + id) FROM {schema}.actions WHERE name = %(name)s"
+HOLD_SLOTS = "SELECT pg_advisory_xact_lock({class}, %(lock)s)"
 
-PAUSE = "UPDATE {schema}.actions SET paused_at = clock_timestamp() WHERE name = %(name)s AND paused_at IS NULL"
+PAUSE = "UPDATE {schema}.actions SET paused_at = clock_timestamp() WHERE id = %(id)s AND paused_at IS NULL"
 
 READ_PAUSED = """
-SELECT id, schedule, next_run_at, clock_timestamp()
+SELECT schedule, next_run_at, clock_timestamp()
 FROM {schema}.actions
-WHERE name = %(name)s AND paused_at IS NOT NULL
+WHERE id = %(id)s AND paused_at IS NOT NULL
 FOR NO KEY UPDATE
 """
 
@@ -183,18 +184,18 @@ async def id_of(connection: Connection, namespace: Namespace, name: str) -> int:
 
 async def pause(connection: Connection, namespace: Namespace, name: str) -> None:
     """Have nothing scheduled or claimed of it, from when this transaction commits until it is resumed."""
-    await id_of(connection, namespace, name)
-    await connection.execute(namespace.sql(HOLD_SLOTS), {"kind": Lock.ACTION.key(0), "name": name})
-    await connection.execute(namespace.sql(PAUSE), {"name": name})
+    identifier = await id_of(connection, namespace, name)
+    await connection.execute(namespace.sql(HOLD_SLOTS), {"lock": Lock.ACTION.key(identifier)})
+    await connection.execute(namespace.sql(PAUSE), {"id": identifier})
 
 
 async def resume(connection: Connection, namespace: Namespace, name: str) -> None:
     """Go on with its next slot, and with the runs that wait."""
-    await id_of(connection, namespace, name)
-    row = await (await connection.execute(namespace.sql(READ_PAUSED), {"name": name})).fetchone()
+    identifier = await id_of(connection, namespace, name)
+    row = await (await connection.execute(namespace.sql(READ_PAUSED), {"id": identifier})).fetchone()
     if row is None:
         return
-    identifier, schedule, next_run_at, now = row
+    schedule, next_run_at, now = row
     if schedule is not None and next_run_at is not None and next_run_at <= now:
         slots = Schedule.parse(schedule)
         next_run_at = slots.after(slots.latest(next_run_at, now))
@@ -246,7 +247,7 @@ def rate(interval: float | None, burst: int | None) -> str | None:
     """Write a rate the way it can be declared: `10/s`, `5/10s`."""
     if interval is None or burst is None:
         return None
-    return f"{burst}/{written(round(interval * burst, 3))}".replace("/1s", "/s").replace("/1m", "/m").replace("/1h", "/h")
+    return re.sub(r"/1(?=[a-z])", "/", f"{burst}/{written(round(interval * burst, 3))}")
 
 
 def unknown(name: str) -> ActionUnknown:

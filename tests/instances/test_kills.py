@@ -1,0 +1,111 @@
+"""No acknowledged run is lost, and none has its effect twice, whoever is killed at whatever moment."""
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.rows import TupleRow
+
+from tests.support.fleet import Fleet, Ship
+from tests.support.postgres import Postgres, eventually
+from tests.support.trial_actions import EFFECTS
+
+INSTANCES = 3
+KILLS = 30
+IN_FLIGHT = 200
+
+
+@pytest.fixture
+def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
+    quiet = {"FLOTILLA_ACTIONS": "tests.support.trial_actions", "FLOTILLA_LOG_LEVEL": "warning"}
+    with psycopg.connect(address, autocommit=True) as session:
+        session.execute(EFFECTS)
+    with Fleet(address, tmp_path, FLOTILLA_POOL_MAX="8", **quiet) as own:
+        yield own
+
+
+def test_thirty_kills_with_two_hundred_runs_in_flight(fleet: Fleet, address: str) -> None:
+    """Runs are topped up to two hundred all the time; one instance after the other is killed and replaced."""
+    chance = random.Random(20)
+    ships = fleet.start(INSTANCES)
+    acknowledged: list[int] = []
+    with psycopg.connect(address, autocommit=True) as session:
+        for _ in range(KILLS):
+            victim = chance.choice(ships)
+            ships.remove(victim)
+            until = time.monotonic() + chance.uniform(0.2, 1.0)
+            while time.monotonic() < until:
+                acknowledged += top_up(session, chance.choice(ships), chance)
+                time.sleep(0.02)
+            victim.kill()
+            ships.append(fleet.launch())
+            ships[-1].wait_ready()
+        eventually(lambda: session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,), within=60)
+        states: dict[int, str] = dict(session.execute("SELECT id, state FROM flotilla.finished_runs").fetchall())
+        effects = effects_of(session)
+        taken_over = session.execute("SELECT count(*) FROM flotilla.finished_runs WHERE attempt > 1").fetchone()
+    assert {states.get(run_id) for run_id in acknowledged} == {"succeeded"}
+    assert effects == dict.fromkeys(acknowledged, 1)
+    assert taken_over is not None
+    assert taken_over[0] >= KILLS, "runs were under way on those that were killed"
+
+
+def effects_of(session: psycopg.Connection[TupleRow]) -> dict[int, int]:
+    return dict(session.execute("SELECT run_id, count(*) FROM public.effects GROUP BY run_id").fetchall())
+
+
+def top_up(session: psycopg.Connection[TupleRow], ship: Ship, chance: random.Random) -> list[int]:
+    row = session.execute("SELECT count(*) FROM flotilla.runs").fetchone()
+    assert row is not None
+    wanted = IN_FLIGHT - row[0]
+    if wanted <= 0:
+        return []
+    names = ("note", "note-in-thread")
+    runs = [{"action": chance.choice(names), "payload": {"seconds": chance.uniform(0, 0.5)}} for _ in range(wanted)]
+    return ship.trigger_all(runs)
+
+
+def test_runs_of_a_killed_leader_go_on_elsewhere_with_their_checkpoint(fleet: Fleet) -> None:
+    (leader,) = fleet.start()
+    ids = leader.trigger_all([{"action": "walk", "payload": {"steps": 40, "seconds": 0.1}}] * 10)
+    (other,) = fleet.start()
+    eventually(lambda: all((leader.run(each)["progress"] or {"done": 0})["done"] > 0.1 for each in ids))
+    leader.kill()
+    for run in [other.ended(run_id) for run_id in ids]:
+        assert (run["state"], run["attempt"]) == ("succeeded", 2)
+        assert len(run["result"]["instances"]) == 2, "it did not begin again from nothing"
+
+
+def test_two_instances_triggered_at_the_same_moment_with_the_same_key_make_one_run(fleet: Fleet) -> None:
+    ships = fleet.start(2)
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(100):
+            asked = [pool.submit(ship.trigger, "noop", key=f"k-{number}") for ship in ships * 4]
+            assert len({each.result()["id"] for each in asked}) == 1
+
+
+def test_a_database_that_is_away_for_twenty_seconds_loses_nothing(own_postgres: Postgres, tmp_path: Path) -> None:
+    address = own_postgres.address_of()
+    with psycopg.connect(address, autocommit=True) as session:
+        session.execute(EFFECTS)
+    with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
+        ships = fleet.start(2)
+        before = [ship.me()["id"] for ship in ships]
+        runs = [{"action": "note", "payload": {"seconds": 0.05 * number}} for number in range(100)]
+        ids = ships[0].trigger_all(runs)
+        eventually(lambda: ships[0].run(ids[10])["state"] == "succeeded")
+        own_postgres.stop("immediate")
+        time.sleep(20)
+        own_postgres.start_again()
+        for ship in ships:
+            ship.wait_ready()
+        states = {ships[1].ended(run_id, within=60)["state"] for run_id in ids}
+        assert states == {"succeeded"}
+        with psycopg.connect(address) as session:
+            effects = effects_of(session)
+        assert effects == dict.fromkeys(ids, 1)
+        assert [ship.me()["id"] for ship in ships] == before, "and nobody had to be restarted"

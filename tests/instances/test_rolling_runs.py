@@ -1,0 +1,28 @@
+"""A deploy in the middle of long runs costs them nothing."""
+
+from pathlib import Path
+
+from tests.support.fleet import Fleet
+from tests.support.postgres import eventually
+
+RUNS = 12
+
+
+def test_in_a_rolling_restart_runs_go_on_from_their_checkpoint_and_use_no_attempt(address: str, tmp_path: Path) -> None:
+    with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
+        ships = fleet.start(3)
+        ids = ships[0].trigger_all([{"action": "walk", "payload": {"steps": 80, "seconds": 0.1}}] * RUNS)
+        eventually(lambda: all((ships[0].run(each)["progress"] or {"done": 0})["done"] > 0.05 for each in ids))
+        for old in list(ships):
+            (new,) = fleet.start()
+            old.terminate()
+            assert old.wait_exit() in {0, -15}
+            assert not old.errors()
+            ships.remove(old)
+            ships.append(new)
+        witness = ships[0]
+        runs = [witness.ended(run_id, within=60) for run_id in ids]
+        assert {run["state"] for run in runs} == {"succeeded"}
+        assert {run["attempt"] for run in runs} == {1}, "a pause takes its attempt back"
+        assert all(len(run["result"]["instances"]) > 1 for run in runs), "each was moved at least once"
+        assert all(run["result"]["steps"] == 80 for run in runs)

@@ -1,0 +1,81 @@
+"""N schedulers, one due action, one run: with real instances that all look in the same moment."""
+
+import re
+import threading
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+import psycopg
+import pytest
+from psycopg.rows import TupleRow
+
+from tests.support.fleet import Fleet, leader_of
+from tests.support.postgres import eventually
+
+ROUNDS = 1000
+COUNT = re.compile(r"^flotilla_slots_scheduled_total (\S+)", re.MULTILINE)
+# As due as can be, and everyone is told at once: nobody stands back as a follower does.
+MAKE_DUE = """
+WITH due AS (
+    UPDATE flotilla.actions SET next_run_at = clock_timestamp() WHERE name = 'seldom' RETURNING next_run_at
+)
+SELECT next_run_at, pg_notify('flotilla', 'slots:') FROM due
+"""
+MADE = "SELECT count(*) FROM flotilla.run_keys WHERE key LIKE 'slot:%%'"
+RUNS = """
+SELECT scheduled_for, count(*)
+FROM (SELECT scheduled_for FROM flotilla.runs UNION ALL SELECT scheduled_for FROM flotilla.finished_runs) AS r
+GROUP BY scheduled_for
+"""
+
+
+@pytest.fixture
+def session(address: str) -> Iterator[psycopg.Connection[TupleRow]]:
+    with psycopg.connect(address, autocommit=True) as own:
+        yield own
+
+
+def count(session: psycopg.Connection[TupleRow]) -> int:
+    row = session.execute(MADE).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+@pytest.mark.parametrize("many", [2, 5, 10])
+def test_n_schedulers_make_one_run_of_each_slot(
+    address: str, tmp_path: Path, session: psycopg.Connection[TupleRow], many: int
+) -> None:
+    quiet = {"FLOTILLA_ACTIONS": "tests.support.trial_schedules", "FLOTILLA_LOG_LEVEL": "warning"}
+    with Fleet(address, tmp_path, FLOTILLA_POOL_MIN="1", FLOTILLA_POOL_MAX="6", **quiet) as fleet:
+        ships = fleet.start(many)
+        slots = set()
+        for number in range(1, ROUNDS + 1):
+            row = session.execute(MAKE_DUE).fetchone()
+            assert row is not None
+            slots.add(row[0])
+            eventually(lambda done=number: count(session) >= done, every=0.0005)  # type: ignore[misc]
+        made: dict[datetime, int] = dict(session.execute(RUNS).fetchall())
+        assert made == dict.fromkeys(slots, 1)
+        # All of them took part in the race, or it was none.
+        looks = [int(float(found[1])) for ship in ships if (found := COUNT.search(ship.client.get("/metrics").text))]
+        assert sum(looks) == ROUNDS
+        assert len([each for each in looks if each]) > 1
+
+
+def test_the_followers_schedule_when_the_leader_is_blocked(
+    address: str, tmp_path: Path, session: psycopg.Connection[TupleRow]
+) -> None:
+    """Its link lives in a thread, so it leads on; its event loop is busy, so it schedules nothing."""
+    with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_schedules") as fleet:
+        ships = fleet.start(2)
+        leader = leader_of(ships)
+        request = threading.Thread(target=lambda: httpx.get(f"{leader.url}/trial/block?seconds=10", timeout=60))
+        request.start()
+        eventually(lambda: leader.status("/health/live", timeout=0.2) is None)
+        session.execute("UPDATE flotilla.actions SET next_run_at = clock_timestamp()")
+        eventually(lambda: count(session) == 1, within=8)
+        assert request.is_alive(), "the leader was still blocked"
+        request.join()
+        assert leader.me()["leader"], "and led all the time"

@@ -1,0 +1,229 @@
+"""Any order of claims, ends, pauses, deaths, checkpoints and requests, held against a model of what may happen.
+
+Hypothesis chooses; every statement is the engine's own, on a real database. Writers come with every token that was ever
+drawn, so most of them are late. The model is what DESIGN calls the invariants: a token is drawn once and only grows, a
+write counts only with the present token of a running run, a run ends once, and nothing is ever lost.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import psycopg
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from app.fleet.db.statements import fetch
+from app.fleet.engine import runs
+from app.fleet.engine.ledger import CHECKPOINT, FINISH, GIVE_BACK
+from app.fleet.engine.recovery import TakeBack
+from app.fleet.engine.trigger import Order
+from app.fleet.errors import RunNotReady
+from tests.support.table import NAMESPACE, Claiming, Table, declare, table
+
+Answer = TypeVar("Answer")
+INSTANCES = ("ann", "bob", "cyd")
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+@dataclass
+class Model:
+    """What a run must be."""
+
+    state: str = "pending"
+    token: int = 0
+    attempt: int = 0
+    deaths: int = 0
+    owner: str | None = None
+    checkpoint: int | None = None
+    cancel_requested: bool = False
+    ends: list[str] = field(default_factory=list)
+
+
+def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address: str) -> type[RuleBasedStateMachine]:
+    class Protocol(RuleBasedStateMachine):
+        claims = Bundle("claims")
+
+        def __init__(self) -> None:
+            super().__init__()
+            do(here.sql("TRUNCATE runs, finished_runs, run_keys, instances"))
+            self.model: dict[int, Model] = {}
+            self.living: dict[str, Claiming] = {name: do(here.instance(name)) for name in INSTANCES}
+
+        # -- what instances do ----------------------------------------------------------------------------------------
+
+        @rule(number=st.integers(1, 3))
+        def trigger(self, number: int) -> None:
+            for run_id in do(here.trigger(*[Order("tick")] * number)):
+                self.model[run_id] = Model()
+
+        @rule(target=claims, name=st.sampled_from(INSTANCES), room=st.integers(1, 3))
+        def claim(self, name: str, room: int) -> tuple[tuple[int, int], ...]:
+            claimed = do(self.living[name].claim(room=room))
+            waiting = sum(run.state == "pending" for run in self.model.values())
+            assert len(claimed) == min(room, waiting)
+            for run_id, token, _ in claimed:
+                run = self.model[run_id]
+                assert run.state == "pending"
+                assert token == run.token + 1
+                run.state, run.token, run.owner = "running", token, name
+                run.attempt += 1
+            return tuple((run_id, token) for run_id, token, _ in claimed)
+
+        @rule(claimed=claims, state=st.sampled_from([None, "failed", "cancelled"]))
+        def finish(self, claimed: tuple[tuple[int, int], ...], state: str | None) -> None:
+            values = written(claimed) | {
+                "states": [state] * len(claimed),
+                "results": [None] * len(claimed),
+                "errors": [None] * len(claimed),
+            }
+            done = {row[0] for row in do(execute(FINISH + "RETURNING id", values))}
+            assert done == self.current(claimed)
+            for run_id in done:
+                run = self.model[run_id]
+                run.state = state or "succeeded"
+                run.ends.append(run.state)
+
+        @rule(claimed=claims, pause=st.booleans())
+        def give_back(self, claimed: tuple[tuple[int, int], ...], pause: bool) -> None:
+            """A pause, or a retry without a wait."""
+            values = written(claimed) | {
+                "delays": [None if pause else 0.0] * len(claimed),
+                "errors": [None] * len(claimed),
+            }
+            back = {row[0] for row in do(execute(GIVE_BACK, values))}
+            assert back == self.current(claimed)
+            for run_id in back:
+                run = self.model[run_id]
+                run.state = "pending"
+                run.attempt -= 1 if pause else 0
+
+        @rule(claimed=claims, state=st.integers(0, 99))
+        def checkpoint(self, claimed: tuple[tuple[int, int], ...], state: int) -> None:
+            values = written(claimed) | {"states": [str(state)] * len(claimed)}
+            kept = {row[0] for row in do(execute(CHECKPOINT, values))}
+            assert kept == self.current(claimed)
+            for run_id in kept:
+                self.model[run_id].checkpoint = state
+
+        # -- what happens to them -------------------------------------------------------------------------------------
+
+        @rule(name=st.sampled_from(INSTANCES))
+        def die(self, name: str) -> None:
+            """And another one takes its name, under another id."""
+            dead = self.living[name].identity.id
+            with psycopg.connect(address) as session:
+                session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [dead])
+                TakeBack(NAMESPACE)(session, [dead])
+            for run in self.model.values():
+                if run.state == "running" and run.owner == name:
+                    run.state = "pending"
+                    run.deaths += 1
+            self.living[name] = do(here.instance(name))
+
+        @precondition(lambda self: self.model)
+        @rule(data=st.data())
+        def cancel(self, data: st.DataObject) -> None:
+            run_id = data.draw(st.sampled_from(sorted(self.model)))
+            run = self.model[run_id]
+            if run.state in ENDED:
+                assert do(refused(runs.cancel, run_id))
+                return
+            do(call(runs.cancel, run_id))
+            if run.state == "pending":
+                run.state = "cancelled"
+                run.ends.append("cancelled")
+            else:
+                run.cancel_requested = True
+
+        @precondition(lambda self: self.model)
+        @rule(data=st.data())
+        def revive(self, data: st.DataObject) -> None:
+            run_id = data.draw(st.sampled_from(sorted(self.model)))
+            run = self.model[run_id]
+            if run.state in {"running", "succeeded"}:
+                assert do(refused(runs.retry, run_id))
+                return
+            do(call(runs.retry, run_id))
+            if run.state in ENDED:
+                run.state, run.attempt, run.deaths, run.cancel_requested = "pending", 0, 0, False
+
+        # -- what must be true ----------------------------------------------------------------------------------------
+
+        @invariant()
+        def the_tables_say_what_the_model_says(self) -> None:
+            rows = do(
+                here.sql(
+                    """
+                    SELECT id, state, token, attempt, checkpoint FROM runs
+                    UNION ALL SELECT id, state, token, attempt, checkpoint FROM finished_runs
+                    ORDER BY id
+                    """
+                )
+            )
+            assert rows == [
+                (run_id, run.state, run.token, run.attempt, run.checkpoint)
+                for run_id, run in sorted(self.model.items())
+            ], "each run is there once, and as it must be"
+
+        @invariant()
+        def a_run_succeeds_once(self) -> None:
+            assert all(run.ends.count("succeeded") <= 1 for run in self.model.values())
+
+        @invariant()
+        def whatever_runs_has_an_owner_that_lives(self) -> None:
+            orphans = """
+                SELECT id FROM runs AS r WHERE state = 'running'
+                AND NOT EXISTS (SELECT FROM instances AS i WHERE i.id = r.instance_id AND i.state <> 'gone')
+            """
+            assert do(here.sql(orphans)) == []
+
+        def current(self, claimed: tuple[tuple[int, int], ...]) -> set[int]:
+            return {
+                run_id
+                for run_id, token in claimed
+                if self.model[run_id].state == "running" and self.model[run_id].token == token
+            }
+
+    async def execute(statement: str, values: dict[str, Any]) -> Any:
+        async with here.database.connection() as connection:
+            return await fetch(connection, NAMESPACE.sql(statement), values)
+
+    async def call(what: Callable[..., Coroutine[Any, Any, Any]], run_id: int) -> Any:
+        async with here.database.connection() as connection:
+            return await what(connection, NAMESPACE, run_id)
+
+    async def refused(what: Callable[..., Coroutine[Any, Any, Any]], run_id: int) -> bool:
+        try:
+            await call(what, run_id)
+        except RunNotReady:
+            return True
+        return False
+
+    return Protocol
+
+
+def written(claimed: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    return {"ids": [run_id for run_id, _ in claimed], "tokens": [token for _, token in claimed]}
+
+
+def test_nothing_that_may_happen_breaks_the_protocol(address: str) -> None:
+    with asyncio.Runner() as runner:
+        context = table(address, declare(retries=1000))
+        here = runner.run(context.__aenter__())
+        try:
+            run_state_machine_as_test(
+                machine(here, runner.run, address),
+                settings=settings(
+                    max_examples=40,
+                    stateful_step_count=40,
+                    deadline=None,
+                    derandomize=True,
+                    database=None,
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
+        finally:
+            runner.run(context.__aexit__(None, None, None))

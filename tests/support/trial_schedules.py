@@ -1,0 +1,7 @@
+"""Scheduled actions for tests that make them due themselves."""
+
+from app.fleet import Run, action
+
+
+@action("seldom", every="10h")
+async def seldom(_: Run) -> None: ...
