@@ -248,8 +248,15 @@ def test_an_events_row_has_its_levels_and_fields(name: str) -> None:
 
 
 def commands() -> dict[str, Any]:
+    """Every command by what one types: `runs`, and `runs cancel`."""
     # Typer brings its own copy of click, whose types it does not publish.
-    return dict(cast("Any", typer.main.get_command(command_line)).commands)
+    top = dict(cast("Any", typer.main.get_command(command_line)).commands)
+    below = {f"{name} {sub}": each for name, group in top.items() for sub, each in below_of(group).items()}
+    return top | below
+
+
+def below_of(command: Any) -> dict[str, Any]:
+    return dict(getattr(command, "commands", {}))
 
 
 def test_every_command_has_a_section_and_nothing_else_does() -> None:
