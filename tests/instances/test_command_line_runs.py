@@ -1,0 +1,538 @@
+"""Actions and runs from the command line, with an instance that runs them: what a person sees, and what a script reads.
+
+Most commands are called in this process, which is quick; those that are interrupted, or read along, are processes.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
+
+import psycopg
+import pytest
+
+from app.fleet.cli import main
+from app.fleet.cli.actions import rough, some
+from app.fleet.cli.follow import described
+from app.fleet.cli.terminal import clean, took
+from app.fleet.engine.runs import RunRecord
+from tests.support.fleet import ROOT, Fleet, Ship, environment, run
+from tests.support.postgres import Postgres, eventually, free_port
+
+ACTIONS = "tests.support.trial_actions,tests.support.trial_schedules"
+ENDED = {"succeeded", "failed", "cancelled"}
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+class CommandLine(Protocol):
+    def __call__(self, *arguments: str, address: str | None = None, **env: str) -> Done: ...
+
+
+@dataclass(frozen=True)
+class Harbour:
+    address: str
+    ship: Ship
+
+
+@pytest.fixture(scope="module")
+def harbour(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harbour]:
+    """One instance for the whole module, called `harbour`."""
+    address = postgres.new_database()
+    with Fleet(address, tmp_path_factory.mktemp("harbour"), FLOTILLA_ACTIONS=ACTIONS) as fleet:
+        (ship,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
+        yield Harbour(address, ship)
+    postgres.drop(address)
+
+
+@pytest.fixture
+def flotilla(
+    harbour: Harbour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[CommandLine]:
+    """The command line in this process."""
+
+    def call(*arguments: str, address: str | None = None, **env: str) -> Done:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["flotilla", *arguments])
+            for name, value in {"DATABASE_URL": address or harbour.address, "FLOTILLA_ACTIONS": ACTIONS, **env}.items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            with pytest.raises(SystemExit) as ended:
+                main()
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return Done(int(ended.value.code or 0), said.out, said.err)
+
+    yield call
+    for action in ("noop", "nap"):
+        call("actions", "resume", action)
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The rows of a table, by the places where its columns begin."""
+    header, *lines = text.splitlines()
+    starts = [(found.start(), found[0]) for found in re.finditer(r"\S+( \S+)*", header)]
+    ends = [start for start, _ in starts[1:]] + [len(header) + 1000]
+    return [{name: line[start:end].strip() for (start, name), end in zip(starts, ends, strict=True)} for line in lines]
+
+
+def process(harbour: Harbour, *arguments: str, **env: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "app", *arguments],
+        cwd=ROOT,
+        env=environment(harbour.address, {"FLOTILLA_ACTIONS": ACTIONS, **env}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def state_of(flotilla: CommandLine, run_id: int) -> str:
+    return str(flotilla("runs", str(run_id), "--json").json["state"])
+
+
+# -- trigger ----------------------------------------------------------------------------------------------------------
+
+
+def test_trigger_says_which_run_it_made_and_how_to_look_at_it(flotilla: CommandLine) -> None:
+    done = flotilla("trigger", "noop")
+    assert done.code == 0, done.err
+    found = re.match(r"run (\d+) of noop: \w+\n  \S+ runs \1 --follow\n", done.out)
+    assert found, done.out
+    eventually(lambda: state_of(flotilla, int(found[1])) == "succeeded")
+
+
+def test_trigger_as_json_is_the_run_as_the_rest_api_has_it(flotilla: CommandLine, harbour: Harbour) -> None:
+    run_at = datetime.now(UTC) + timedelta(hours=1)
+    made = flotilla("trigger", "nap", "--run-at", run_at.isoformat(), "--json").json
+    assert made == harbour.ship.run(made["id"])
+    assert made["trigger"] == "api"
+    assert datetime.fromisoformat(made["run_at"]) == run_at
+    flotilla("runs", "cancel", str(made["id"]))
+
+
+def test_a_key_makes_one_run_and_the_second_time_it_says_so(flotilla: CommandLine) -> None:
+    first = flotilla("trigger", "noop", "--key", "monday", "--json").json
+    second = flotilla("trigger", "noop", "--key", "monday")
+    assert second.code == 0
+    assert f"run {first['id']} was made with this key before; nothing was added" in second.out
+
+
+def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
+    with process(harbour, "trigger", "weigh", "--payload", "-", "--follow", "--json") as command:
+        out, err = command.communicate('{"weight": 7}', timeout=60)
+    assert command.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["run"]["result"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["noop", "--payload", '{"weight":'], 2, "this is not JSON"),
+        (["noop", "--payload", "NaN"], 2, "this is not JSON"),
+        (["noop", "--payload", "[]"], 2, "the payload does not fit the action 'noop'"),
+        (["weigh", "--payload", '{"weight": "heavy"}'], 2, "payload.weight: Input should be a valid integer"),
+        (["weigh"], 2, "payload.weight: Field required"),
+        (["noop", "--run-at", "tomorrow"], 2, "'tomorrow' is not an instant in ISO 8601"),
+        (["noop", "--run-at", "2030-01-01T00:00:00"], 2, "run_at needs a time zone"),
+        (["noop", "--run-at", "9999-12-31T23:59:59-14:00"], 2, "run_at is between the years"),
+        (["noop", "--priority", "1001"], 2, "'--priority'"),
+        (["noop", "--key", ""], 2, "a key has from 1 to 200 printable letters"),
+        ([], 2, "name"),
+        (["wiegh"], 5, "did you mean weigh"),
+        (["zzz"], 5, "there are alone, block"),
+    ],
+)
+def test_a_trigger_that_cannot_be_is_refused_before_anything_is_written(
+    flotilla: CommandLine, arguments: list[str], code: int, said: str
+) -> None:
+    before = [each["id"] for each in flotilla("runs", "--json").json]
+    done = flotilla("trigger", *arguments)
+    assert done.code == code
+    assert said in done.err
+    assert [each["id"] for each in flotilla("runs", "--json").json] == before
+
+
+def test_an_action_that_no_instance_brought_to_the_database_yet_needs_one_first(
+    flotilla: CommandLine, address: str
+) -> None:
+    assert run("migrate", address=address).returncode == 0
+    done = flotilla("trigger", "noop", address=address)
+    assert done.code == 5
+    assert "in the code and not in the database yet" in done.err
+    assert "flotilla up" in done.err
+    assert flotilla("actions", "--json", address=address).json == [], "the command declares nothing itself"
+
+
+def test_a_module_of_actions_that_does_not_exist_is_a_wrong_setting(flotilla: CommandLine) -> None:
+    done = flotilla("trigger", "noop", FLOTILLA_ACTIONS="app.nowhere")
+    assert done.code == 2
+    assert "FLOTILLA_ACTIONS names 'app.nowhere'" in done.err
+
+
+def test_no_actions_at_all_is_said_so(flotilla: CommandLine) -> None:
+    done = flotilla("trigger", "noop", FLOTILLA_ACTIONS="app.models")
+    assert done.code == 5
+    assert "there are none at all" in done.err
+
+
+def test_a_second_run_of_an_action_that_allows_one_is_refused_and_names_the_first(flotilla: CommandLine) -> None:
+    first = flotilla("trigger", "alone", "--payload", '{"seconds": 30}', "--json").json
+    second = flotilla("trigger", "alone")
+    assert second.code == 1
+    assert f"has an active run, {first['id']}" in second.err
+    flotilla("runs", "cancel", str(first["id"]))
+
+
+@pytest.mark.parametrize("command", [["actions"], ["runs"], ["runs", "1"], ["trigger", "noop"]])
+def test_without_the_namespace_or_the_database_it_says_what_to_do(
+    flotilla: CommandLine, address: str, command: list[str]
+) -> None:
+    absent = flotilla(*command, address=address)
+    assert absent.code == 4
+    assert "`flotilla migrate` makes it" in absent.err
+    away = flotilla(*command, address=f"postgresql://app@127.0.0.1:{free_port()}/app")
+    assert away.code == 4
+    assert "cannot connect to PostgreSQL" in away.err
+
+
+def test_a_schema_that_is_older_than_the_command_is_to_be_migrated_first(flotilla: CommandLine, address: str) -> None:
+    assert run("migrate", address=address).returncode == 0
+    with psycopg.connect(address) as session:
+        session.execute("DELETE FROM flotilla.alembic_version WHERE version_num LIKE 'app%'")
+        session.execute("UPDATE flotilla.alembic_version SET version_num = 'fleet_0001'")
+    behind = flotilla("runs", address=address)
+    assert behind.code == 4
+    assert "run `flotilla migrate`" in behind.err
+
+
+# -- following --------------------------------------------------------------------------------------------------------
+
+
+def test_following_shows_where_it_runs_how_far_it_is_and_its_result(flotilla: CommandLine) -> None:
+    done = flotilla("trigger", "walk", "--payload", '{"steps": 4, "seconds": 0.3}', "--follow")
+    assert done.code == 0, done.err
+    said = [line[10:] for line in done.out.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
+    running = [place for place, line in enumerate(said) if "running on harbour, attempt 1 of 4" in line]
+    assert len(running) == 1
+    assert [line.strip() for line in said[running[0] + 1 : -1]] == ["25%", "50%", "75%", "100%"]
+    assert said[-1].startswith("succeeded after 1.")
+    assert json.loads(done.out[done.out.index("{") :])["steps"] == 4
+
+
+def test_following_as_json_is_a_line_for_each_thing_in_the_order_of_what_happened(flotilla: CommandLine) -> None:
+    done = flotilla("trigger", "walk", "--payload", '{"steps": 3, "seconds": 0.3}', "--follow", "--json")
+    assert done.code == 0, done.err
+    assert all(len(line) == 1 for line in done.lines)
+    events = [line["event"] for line in done.lines if "event" in line]
+    assert [event["seq"] for event in events] == [1, 2, 3]
+    assert [event["kind"] for event in events] == ["progress"] * 3
+    assert done.lines[-1]["run"]["state"] == "succeeded"
+    assert "running" in [line["run"]["state"] for line in done.lines if "run" in line]
+
+
+def test_a_run_that_fails_ends_the_command_with_1_and_says_why(flotilla: CommandLine) -> None:
+    done = flotilla("trigger", "fail", "--follow")
+    assert done.code == 1
+    last = done.out.splitlines()[-1]
+    assert "failed after attempt 3 of 3: ValueError: the parcel\\x00is torn" in last
+
+
+def test_a_run_that_was_cancelled_while_it_waited_ends_the_command_with_1(flotilla: CommandLine) -> None:
+    flotilla("actions", "pause", "nap")
+    waiting = flotilla("trigger", "nap", "--json").json
+    assert flotilla("runs", "cancel", str(waiting["id"])).code == 0
+    done = flotilla("runs", str(waiting["id"]), "--follow")
+    assert done.code == 1
+    assert "cancelled: cancelled on request, before it began" in done.out
+
+
+def test_a_run_that_waits_again_says_after_what(flotilla: CommandLine) -> None:
+    made = RunRecord(**flotilla("trigger", "noop", "--follow", "--json").lines[-1]["run"])
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    running = replace(made, state="running", attempt=2, instance="east")
+    failed = replace(made, state="pending", attempt=2, error="ValueError:\ntorn", run_at=soon)
+    assert re.fullmatch(
+        r"pending after attempt 2 of 4, not before [-\d]+ [:\d]+: ValueError: torn", described(failed, running)
+    )
+    given_back = replace(made, state="pending", attempt=1, run_at=datetime.now(UTC))
+    assert described(given_back, running) == "pending: east leaves, and it goes on elsewhere"
+
+
+def test_a_run_that_is_over_is_shown_from_its_first_event_to_its_end(flotilla: CommandLine) -> None:
+    first = flotilla("trigger", "walk", "--payload", '{"steps": 2, "seconds": 0.01}', "--follow", "--json")
+    run_id = first.lines[-1]["run"]["id"]
+    again = flotilla("runs", str(run_id), "--follow", "--json")
+    assert again.code == 0
+    assert [next(iter(line)) for line in again.lines] == ["event", "event", "run"]
+
+
+def test_ctrl_c_stops_following_and_not_the_run(flotilla: CommandLine, harbour: Harbour) -> None:
+    with process(harbour, "trigger", "nap", "--payload", '{"seconds": 1.5}', "--follow", "--json") as command:
+        assert command.stdout is not None
+        run_id = json.loads(command.stdout.readline())["run"]["id"]
+        command.send_signal(signal.SIGINT)
+        _, err = command.communicate(timeout=30)
+    assert command.returncode == 130
+    assert f"stopped following; run {run_id} goes on" in err
+    assert f"runs {run_id} --follow" in err
+    assert "Traceback" not in err
+    followed = flotilla("runs", str(run_id), "--follow", "--json")
+    assert followed.code == 0
+    assert followed.lines[-1]["run"]["state"] == "succeeded"
+    assert followed.lines[-1]["run"]["attempt"] == 1
+
+
+def test_following_goes_on_when_the_database_was_away(own_postgres: Postgres, tmp_path_factory: Any) -> None:
+    address = own_postgres.new_database()
+    with Fleet(address, tmp_path_factory.mktemp("away"), FLOTILLA_ACTIONS=ACTIONS) as fleet:
+        (ship,) = fleet.start()
+        arguments = ("trigger", "walk", "--payload", '{"steps": 20, "seconds": 0.15}', "--follow", "--json")
+        with process(Harbour(address, ship), *arguments) as command:
+            assert command.stdout is not None
+            lines = [command.stdout.readline() for _ in range(3)]
+            own_postgres.stop("immediate")
+            assert command.stderr is not None
+            warned = command.stderr.readline()
+            own_postgres.start_again()
+            out, err = command.communicate(timeout=90)
+    assert "Waiting for it" in warned
+    assert command.returncode == 0, err
+    told = [json.loads(line) for line in [*lines, *out.splitlines()]]
+    seqs = [line["event"]["seq"] for line in told if "event" in line]
+    assert seqs == sorted(set(seqs)), "nothing is shown twice"
+    assert told[-1]["run"]["state"] == "succeeded"
+
+
+def test_following_goes_on_when_the_run_moves_to_another_instance(fleet: Fleet) -> None:
+    for name in ("east", "west"):
+        fleet.launch(FLOTILLA_INSTANCE_NAME=name, FLOTILLA_ACTIONS=ACTIONS)
+    east, west = (ship.wait_ready() for ship in fleet.ships)
+    arguments = ("trigger", "walk", "--payload", '{"steps": 20, "seconds": 0.1}', "--follow")
+    with process(Harbour(fleet.address, east), *arguments) as command:
+        assert command.stdout is not None
+        line = command.stdout.readline()
+        while "running on" not in line:
+            line = command.stdout.readline()
+        (east if "running on east" in line else west).kill()
+        out, err = command.communicate(timeout=60)
+    assert command.returncode == 0, err
+    assert f"running on {'west' if 'running on east' in line else 'east'}, attempt 2 of 4" in out
+
+
+# -- actions ----------------------------------------------------------------------------------------------------------
+
+
+def test_actions_shows_schedule_next_and_last_run_and_who_stands_by(flotilla: CommandLine) -> None:
+    flotilla("trigger", "echo", "--follow")
+    rows = {row["NAME"]: row for row in table(flotilla("actions").out)}
+    seldom, echo = rows["seldom"], rows["echo"]
+    assert seldom["SCHEDULE"] == "every 10h"
+    assert re.fullmatch(r"in (10 h 0|9 h 59) min, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", seldom["NEXT RUN"])
+    assert seldom["STATE"] == "active"
+    assert seldom["STANDBY"] == "harbour"
+    assert re.fullmatch(r"succeeded \d+ s ago", echo["LAST RUN"])
+    assert echo["SCHEDULE"] == echo["NEXT RUN"] == ""
+
+
+def test_actions_shows_where_one_runs_now(flotilla: CommandLine) -> None:
+    made = flotilla("trigger", "nap", "--payload", '{"seconds": 30}', "--json").json
+    eventually(lambda: state_of(flotilla, made["id"]) == "running")
+    (nap,) = [row for row in table(flotilla("actions").out) if row["NAME"] == "nap"]
+    assert nap["RUNNING ON"] == "harbour"
+    assert nap["LAST RUN"].startswith("running")
+    flotilla("runs", "cancel", str(made["id"]))
+
+
+def test_actions_as_json_is_what_the_rest_api_lists(flotilla: CommandLine, harbour: Harbour) -> None:
+    listed = {row["name"]: row for row in flotilla("actions", "--json").json}
+    answer = harbour.ship.client.get("/actions/seldom")
+    assert listed["seldom"] == answer.json()
+
+
+def test_a_paused_action_keeps_its_triggers_waiting_until_it_is_resumed(flotilla: CommandLine) -> None:
+    assert flotilla("actions", "pause", "noop").out == "noop: paused\n"
+    made = flotilla("trigger", "noop")
+    assert re.search(r"noop is paused: the run waits for `\S+ actions resume noop`", made.out)
+    run_id = int(re.findall(r"run (\d+) of", made.out)[0])
+    assert state_of(flotilla, run_id) == "pending"
+    resumed = flotilla("actions", "resume", "noop", "--json").json
+    assert resumed["state"] == "active"
+    eventually(lambda: state_of(flotilla, run_id) == "succeeded")
+
+
+def test_resume_says_when_it_runs_next(flotilla: CommandLine) -> None:
+    flotilla("actions", "pause", "seldom")
+    assert re.fullmatch(r"seldom: active, next run in .*\n", flotilla("actions", "resume", "seldom").out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["pause", "nothing"], 5, "there is no action 'nothing'"),
+        (["resume", "nothing"], 5, "there is no action 'nothing'"),
+        (["pause"], 2, "name"),
+        (["stop"], 2, "No such command 'stop'"),
+        (["--json", "pause", "noop"], 2, "options come after it"),
+    ],
+)
+def test_wrong_usage_of_actions_is_said_in_a_sentence(
+    flotilla: CommandLine, arguments: list[str], code: int, said: str
+) -> None:
+    done = flotilla("actions", *arguments)
+    assert done.code == code
+    assert said in done.err
+
+
+def test_a_trigger_that_nobody_can_run_says_that_it_waits(flotilla: CommandLine, address: str) -> None:
+    assert run("migrate", address=address).returncode == 0
+    with psycopg.connect(address) as session:
+        columns = "name, misfire, overlap, priority, max_attempts, retention"
+        session.execute(f"INSERT INTO flotilla.actions ({columns}) VALUES ('noop', 'once', 'allow', 0, 4, '1 day')")
+    done = flotilla("trigger", "noop", address=address)
+    assert done.code == 0, done.err
+    assert "no living instance has noop in its code: the run waits for one" in done.out
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_lists_the_newest_first_with_what_became_of_them(flotilla: CommandLine) -> None:
+    flotilla("trigger", "give-up", "--follow")
+    flotilla("trigger", "noop", "--follow")
+    rows = table(flotilla("runs", "--limit", "2").out)
+    assert [(row["ACTION"], row["STATE"], row["ATTEMPT"]) for row in rows] == [
+        ("noop", "succeeded", "1/4"),
+        ("give-up", "failed", "1/4"),
+    ]
+    assert [row["ERROR"] for row in rows] == ["", "gave up: there is no such parcel"]
+    assert rows[0]["INSTANCE"] == "harbour"
+    assert re.fullmatch(r"\d+ ms", rows[0]["TOOK"])
+
+
+def test_runs_can_be_narrowed_to_an_action_and_to_states(flotilla: CommandLine) -> None:
+    for action in ("give-up", "noop"):
+        flotilla("trigger", action, "--follow")
+    unwell = flotilla("runs", "--state", "failed", "--state", "cancelled", "--json").json
+    assert {row["state"] for row in unwell} <= {"failed", "cancelled"}
+    assert unwell
+    noops = flotilla("runs", "--action", "noop", "--state", "succeeded", "--limit", "1", "--json").json
+    assert [row["action"] for row in noops] == ["noop"]
+
+
+def test_one_run_is_shown_in_full(flotilla: CommandLine, harbour: Harbour) -> None:
+    made = flotilla("trigger", "weigh", "--payload", '{"weight": 3}', "--follow", "--json").lines[-1]["run"]
+    shown = flotilla("runs", str(made["id"]))
+    assert shown.out.startswith(f"run {made['id']} of weigh: succeeded\n")
+    assert re.search(r"attempt +1 of 4\n", shown.out)
+    assert re.search(r"started +\S+ \S+ on harbour\n", shown.out)
+    assert re.search(r'payload +\{"weight": 3, "label": ""\}\n', shown.out)
+    assert re.search(r"result +3\n", shown.out)
+    assert flotilla("runs", "show", str(made["id"]), "--json").json == harbour.ship.run(made["id"])
+
+
+def test_a_run_that_waits_for_its_time_shows_when_that_is_and_can_be_hurried(flotilla: CommandLine) -> None:
+    made = flotilla("trigger", "noop", "--run-at", "2999-01-01T00:00:00Z", "--json").json
+    (row,) = table(flotilla("runs", "--state", "pending", "--action", "noop").out)
+    assert re.match(r"due (2999-01-01|2998-12-31)", row["STARTED"])
+    assert flotilla("runs", "retry", str(made["id"])).code == 0
+    eventually(lambda: state_of(flotilla, made["id"]) == "succeeded")
+
+
+def test_a_run_that_runs_is_cancelled_where_it_runs(flotilla: CommandLine) -> None:
+    made = flotilla("trigger", "nap", "--payload", '{"seconds": 60}', "--json").json
+    eventually(lambda: state_of(flotilla, made["id"]) == "running")
+    said = flotilla("runs", "cancel", str(made["id"]))
+    assert "harbour is told to end it" in said.out or "cancelled" in said.out
+    eventually(lambda: state_of(flotilla, made["id"]) == "cancelled")
+    again = flotilla("runs", "cancel", str(made["id"]))
+    assert again.code == 1
+    assert "cannot be cancelled" in again.err
+
+
+def test_a_failed_run_is_tried_again_under_its_id(flotilla: CommandLine) -> None:
+    failed = flotilla("trigger", "give-up", "--follow", "--json").lines[-1]["run"]
+    again = flotilla("runs", "retry", str(failed["id"]), "--json").json
+    assert again["id"] == failed["id"]
+    assert again["state"] not in ENDED or again["finished_at"] != failed["finished_at"]
+    eventually(lambda: state_of(flotilla, failed["id"]) == "failed")
+    good = flotilla("trigger", "noop", "--follow", "--json").lines[-1]["run"]
+    refused = flotilla("runs", "retry", str(good["id"]))
+    assert refused.code == 1
+    assert "trigger the action" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["999999999"], 5, "there is no run 999999999"),
+        (["999999999", "--follow"], 5, "there is no run 999999999"),
+        (["cancel", "999999999"], 5, "there is no run 999999999"),
+        (["retry", "999999999"], 5, "there is no run 999999999"),
+        (["99999999999999999999"], 2, "'ID'"),
+        (["cancel", "first"], 2, "'ID'"),
+        (["first"], 2, "No such command 'first'"),
+        (["--action", "nothing"], 5, "there is no action 'nothing'"),
+        (["--state", "torn"], 2, "'torn' is not one of pending, running"),
+        (["--limit", "0"], 2, "'--limit'"),
+        (["--limit", "1001"], 2, "'--limit'"),
+        (["--json", "1"], 2, "options come after it"),
+    ],
+)
+def test_wrong_usage_of_runs_is_said_in_a_sentence(
+    flotilla: CommandLine, arguments: list[str], code: int, said: str
+) -> None:
+    done = flotilla("runs", *arguments)
+    assert done.code == code
+    assert said in done.err
+
+
+def test_list_shows_how_many_runs_each_instance_has_under_way(flotilla: CommandLine) -> None:
+    made = flotilla("trigger", "nap", "--payload", '{"seconds": 60}', "--json").json
+    eventually(lambda: [row["RUNNING"] for row in table(flotilla("list").out)] == ["1"])
+    flotilla("runs", "cancel", str(made["id"]))
+
+
+# -- how things are written -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "written"),
+    [(0.2, "0 s"), (59, "59 s"), (61, "1 min"), (3599, "59 min"), (7260, "2 h 1 min"), (90000, "1 d 1 h")],
+)
+def test_a_distance_in_time_is_written_as_people_say_it(seconds: float, written: str) -> None:
+    assert rough(seconds) == written
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(0.0123, "12 ms"), (2.25, "2.2 s"), (75, "0:01:15")])
+def test_how_long_it_took_is_written_to_the_millisecond_while_that_matters(seconds: float, written: str) -> None:
+    began = datetime(2030, 1, 1, tzinfo=UTC)
+    assert took(began, began + timedelta(seconds=seconds)) == written
+
+
+def test_of_many_names_the_first_few_are_shown() -> None:
+    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def test_nothing_from_the_database_moves_the_cursor() -> None:
+    assert clean("torn\x1b[2J\x07\u202e") == "torn\\x1b[2J\\x07\\u202e"
