@@ -21,7 +21,7 @@ $(STAMP): requirements-dev.lock pyproject.toml
 	@touch $(STAMP)
 
 up: setup  ## Start three instances on ports 8000-8002, on the embedded PostgreSQL
-	$(BIN)/flotilla up --instances 3 --port 8000
+	$(BIN)/flotilla up --instances 3
 
 down: setup  ## Ask them to leave, and stop the embedded PostgreSQL
 	$(BIN)/flotilla down
@@ -43,7 +43,7 @@ bench: setup  ## Measure takeover, start-up and idle cost, and print the figures
 image-test: setup  ## Build the Dockerfile for real, without a container engine, and serve from the result (root)
 	scripts/image-test
 
-tools: setup  ## Install what some tests need beyond Python (HAProxy, PgBouncer), where that is possible
+tools: setup  ## Install what some tests need beyond Python (HAProxy, PgBouncer, …), where that is possible
 	@scripts/tools
 
 lock: setup  ## Resolve the dependencies anew and write the hashed locks

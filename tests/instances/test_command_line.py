@@ -11,7 +11,7 @@ import pytest
 from app.fleet.db import embedded
 from tests.support.fleet import Fleet, environment, run
 from tests.support.pgbouncer import pgbouncer
-from tests.support.postgres import Postgres, eventually, free_port
+from tests.support.postgres import Postgres, eventually, free_port, three_ports
 
 # -- up, list, down ---------------------------------------------------------------------------------------------------
 
@@ -22,19 +22,6 @@ def desk(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     run("down", cwd=tmp_path)
     embedded.stop(tmp_path / ".flotilla" / "postgresql")
-
-
-def three_ports() -> int:
-    """The first of three free ports in a row."""
-    while True:
-        first = free_port()
-        with socket.socket() as second, socket.socket() as third:
-            try:
-                second.bind(("127.0.0.1", first + 1))
-                third.bind(("127.0.0.1", first + 2))
-            except OSError:
-                continue
-            return first
 
 
 def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_database(desk: Path) -> None:

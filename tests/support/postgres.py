@@ -32,6 +32,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def three_ports() -> int:
+    """The first of three free ports in a row."""
+    while True:
+        first = free_port()
+        with socket.socket() as second, socket.socket() as third:
+            try:
+                second.bind(("127.0.0.1", first + 1))
+                third.bind(("127.0.0.1", first + 2))
+            except OSError:
+                continue
+            return first
+
+
 def eventually(condition: Callable[[], Answer | None], *, within: float = 20.0, every: float = 0.02) -> Answer:
     """Wait until something is true and return it. The bound is generous: it is for hangs, not for speed."""
     deadline = time.monotonic() + within
