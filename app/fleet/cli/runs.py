@@ -1,0 +1,163 @@
+"""Runs: the newest in a table, one in full or followed to its end, cancelled, or tried again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from typing import Annotated, Any, get_args
+
+import typer
+from typer.core import TyperGroup
+
+from app.fleet.cli.follow import follow
+from app.fleet.cli.terminal import AsJson, at, connected, load, one_line, own_name_as_typed, say, say_json, say_table
+from app.fleet.cli.terminal import took as duration
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Connection
+from app.fleet.engine import overview, runs
+from app.fleet.engine.runs import RunRecord, State
+from app.fleet.settings import FleetSettings
+
+LIMIT = 20
+STATES: tuple[str, ...] = get_args(State)
+COLUMNS = ("ID", "ACTION", "STATE", "ATTEMPT", "TRIGGER", "INSTANCE", "STARTED", "TOOK", "ERROR")
+
+RunId = Annotated[int, typer.Argument(metavar="ID", min=1, max=2**63 - 1, help="Which run.")]
+
+
+class Runs(TyperGroup):
+    """`flotilla runs 17` is `flotilla runs show 17`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, ["show", *args] if args[0].isdecimal() else args)
+
+
+app = typer.Typer(cls=Runs, rich_markup_mode=None)
+
+
+def states(given: list[str] | None) -> list[str] | None:
+    for each in given or []:
+        if each not in STATES:
+            raise typer.BadParameter(f"{each!r} is not one of {', '.join(STATES)}")
+    return given
+
+
+@app.callback(invoke_without_command=True)
+def runs_command(
+    context: typer.Context,
+    action: Annotated[str | None, typer.Option(help="Of this action only.")] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(metavar="|".join(STATES), callback=states, help="In this state only; may be given several times."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = LIMIT,
+    as_json: AsJson = False,
+) -> None:
+    """List the newest runs; `flotilla runs ID` shows one in full."""
+    if context.invoked_subcommand is not None:
+        if action or state or as_json or limit != LIMIT:
+            raise typer.BadParameter("what stands before an ID or a command is for the list: options come after it")
+        return
+    rows = asyncio.run(newest(load(), action, state or [], limit))
+    if as_json:
+        say_json(rows)
+    else:
+        say_table(COLUMNS, map(cells, rows))
+
+
+@app.command()
+def show(
+    run: RunId,
+    follow_it: Annotated[bool, typer.Option("--follow", help="From its first event on, until it ends.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show one run in full. `show` may be left out."""
+    settings = load()
+    if follow_it:
+        follow(settings, run, as_json=as_json)
+    record = asyncio.run(do(settings, runs.find, run))
+    if as_json:
+        say_json(record)
+        return
+    say(headline(record))
+    for name, value in details(record):
+        say(f"  {name:<13}  {value.replace(chr(10), chr(10) + ' ' * 17)}")
+
+
+@app.command()
+def cancel(run: RunId, as_json: AsJson = False) -> None:
+    """Cancel a run: at once if it waits; if it runs, its instance is told."""
+    record = asyncio.run(do(load(), runs.cancel, run))
+    if as_json:
+        say_json(record)
+    elif record.state == "running":
+        say(f"run {run} of {record.action}: {record.instance} is told to end it; `{own_name_as_typed()} runs {run}`")
+    else:
+        say(headline(record))
+
+
+@app.command()
+def retry(run: RunId, as_json: AsJson = False) -> None:
+    """Have a run tried again that failed or was cancelled; one that waits for its time is tried now."""
+    record = asyncio.run(do(load(), runs.retry, run))
+    if as_json:
+        say_json(record)
+    else:
+        say(headline(record))
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+Request = Callable[[Connection, Namespace, int], Awaitable[RunRecord]]
+
+
+async def do(settings: FleetSettings, request: Request, run: int) -> RunRecord:
+    async with connected(settings) as (connection, namespace):
+        return await request(connection, namespace, run)
+
+
+async def newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[RunRecord]:
+    async with connected(settings) as (connection, namespace):
+        action_id = None if action is None else await overview.id_of(connection, namespace, action)
+        return await runs.find_page(connection, namespace, action_id=action_id, states=states, limit=limit)
+
+
+# -- showing ----------------------------------------------------------------------------------------------------------
+
+
+def headline(run: RunRecord) -> str:
+    return f"run {run.id} of {run.action}: {run.state}"
+
+
+def cells(run: RunRecord) -> Iterator[str]:
+    yield from (str(run.id), run.action, run.state, f"{run.attempt}/{run.max_attempts}", run.trigger)
+    yield run.instance or ""
+    if run.state == "pending":
+        yield f"due {at(run.run_at)}" if run.run_at > datetime.now(UTC) else ""
+        yield ""
+    else:
+        yield at(run.started_at)
+        yield duration(run.started_at, run.finished_at)
+    yield one_line(run.error or "")
+
+
+def details(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """What there is to say, and nothing about what there is not."""
+    yield "trigger", run.trigger
+    yield "attempt", f"{run.attempt} of {run.max_attempts}"
+    if run.scheduled_for is not None:
+        yield "scheduled for", at(run.scheduled_for)
+    yield "created", at(run.created_at)
+    if run.run_at != run.created_at:
+        yield "due", at(run.run_at)
+    if run.started_at is not None:
+        yield "started", f"{at(run.started_at)} on {run.instance}"
+    if run.finished_at is not None:
+        yield "finished", at(run.finished_at)
+    if run.started_at is not None and run.state != "pending":
+        yield "took", duration(run.started_at, run.finished_at)
+    yield "payload", one_line(run.payload)
+    for name, value in (("progress", run.progress), ("result", run.result)):
+        if value is not None:
+            yield name, one_line(value)
+    if run.error is not None:
+        yield "error", run.error
