@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 from app import __version__, routes
 from app.fleet.errors import SettingsError
-from app.fleet.http import health, metrics, problems
+from app.fleet.http import actions, health, metrics, problems, runs
 from app.fleet.http.auth import needs
 from app.fleet.http.context import Context
 from app.fleet.http.edge import Edge
@@ -38,6 +38,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.include_router(health.probes)
     app.include_router(health.cluster)
     app.include_router(metrics.router)
+    app.include_router(actions.router)
+    app.include_router(runs.router)
     app.include_router(routes.router, dependencies=[Depends(needs())])
     return app
 

@@ -134,7 +134,7 @@ async def find_page(
     namespace: Namespace,
     *,
     action_id: int | None = None,
-    states: Sequence[State] = (),
+    states: Sequence[str] = (),
     limit: int = 50,
     before: int | None = None,
 ) -> list[RunRecord]:
@@ -146,7 +146,9 @@ async def find_page(
         f"({FROM_ACTIVE if state in ACTIVE else FROM_FINISHED} WHERE {of_action} AND r.state = '{state}' {PAGE})"
         for state in get_args(State)
         if state in states
-    ] or [f"({side} WHERE {of_action} {PAGE})" for side in (FROM_ACTIVE, FROM_FINISHED)]
+    ]
+    if not states:
+        sides = [f"({side} WHERE {of_action} {PAGE})" for side in (FROM_ACTIVE, FROM_FINISHED)]
     statement = f"SELECT * FROM ({' UNION ALL '.join(sides)}) AS page ORDER BY id DESC LIMIT %(limit)s"
     async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
         await cursor.execute(namespace.sql(statement), values)

@@ -21,7 +21,17 @@ from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
 from app.fleet.db.pool import DatabaseAway, shows_an_outage
-from app.fleet.errors import FleetError
+from app.fleet.errors import (
+    ActionUnknown,
+    AlreadyActive,
+    EngineError,
+    FleetError,
+    KeyInFlight,
+    KeyReused,
+    PayloadInvalid,
+    RunNotReady,
+    RunUnknown,
+)
 from app.fleet.telemetry.logs import events, request_id
 
 log = events(__name__)
@@ -59,6 +69,12 @@ KINDS = {
         ),
         Kind("conflict", 409, "It conflicts with what is there", "Look at what `detail` names, then decide."),
         Kind(
+            "key-in-flight",
+            409,
+            "A request with this key is being worked on",
+            "Send it again, as it is, after the seconds in `Retry-After`: it has the answer of the first one then.",
+        ),
+        Kind(
             "payload-too-large",
             413,
             "The body is too large",
@@ -76,6 +92,13 @@ KINDS = {
             "The request does not fit",
             "`errors` names each field and what is wrong with it. Nothing was written.",
         ),
+        Kind(
+            "key-reused",
+            422,
+            "This key came with another request before",
+            "A new request needs a new `Idempotency-Key`; the same request, sent again, must not change. Nothing was "
+            "written.",
+        ),
         Kind("too-many-requests", 429, "Too many requests", "Wait for the seconds in `Retry-After`."),
         Kind(
             "internal",
@@ -89,11 +112,12 @@ KINDS = {
             503,
             "Not now",
             "Repeat it after the seconds in `Retry-After`, at this or another instance: the database is away or every "
-            "connection is in use, or this instance is starting or draining.",
+            "connection is in use, or this instance is starting or draining, or its release does not have it yet.",
         ),
     )
 }
-BY_STATUS = {kind.status: kind for kind in KINDS.values()}
+# The first of a status is the general one.
+BY_STATUS = {kind.status: kind for kind in reversed(KINDS.values())}
 
 
 class HttpError(FleetError, HTTPException):
@@ -192,6 +216,31 @@ async def on_invalid(request: Request, error: Exception) -> Problem:
     return problem(request, KINDS["invalid"], detail, errors=errors)
 
 
+# What is not named here does not fit, as a whole.
+OF_ENGINE: dict[type[EngineError], str] = {
+    ActionUnknown: "not-found",
+    RunUnknown: "not-found",
+    AlreadyActive: "conflict",
+    RunNotReady: "conflict",
+    KeyInFlight: "key-in-flight",
+    KeyReused: "key-reused",
+    PayloadInvalid: "invalid",
+}
+
+
+async def on_engine_error(request: Request, error: Exception) -> Problem:
+    """What was asked of an action or a run cannot be: whether by a route of ours or by `trigger` in one of yours."""
+    assert isinstance(error, EngineError)
+    slug = next((OF_ENGINE[each] for each in type(error).__mro__ if each in OF_ENGINE), "invalid")
+    extra: dict[str, Any] = {}
+    if slug == "invalid":
+        extra["errors"] = error.errors if isinstance(error, PayloadInvalid) else []
+    if isinstance(error, AlreadyActive):
+        extra["run"] = error.run_id
+    headers = {"Retry-After": "1"} if slug == "key-in-flight" else None
+    return problem(request, KINDS[slug], str(error), headers=headers, **extra)
+
+
 async def on_database_error(request: Request, error: Exception) -> Problem:
     """A database that is away is 503, and the client may try again; anything else of it is our mistake."""
     cause = error.orig if isinstance(error, DBAPIError) else error
@@ -214,6 +263,7 @@ HANDLERS = {
     HttpError: on_http_error,
     HTTPException: on_http_exception,
     RequestValidationError: on_invalid,
+    EngineError: on_engine_error,
     DatabaseAway: on_database_error,
     psycopg.Error: on_database_error,
     DBAPIError: on_database_error,

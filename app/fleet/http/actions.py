@@ -1,0 +1,105 @@
+"""Actions over HTTP: see them, trigger one, pause and resume it.
+
+Reading and pausing go by the database, so that they work at every instance, whatever release it runs. Triggering needs
+the action's code, which knows what its payload is: while releases are mixed, an instance that does not have it yet says
+so with 503, and a client that tries again meets one that does.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import TypeAdapter
+
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Connection
+from app.fleet.engine import overview
+from app.fleet.engine.overview import ActionRecord
+from app.fleet.engine.runs import RunRecord
+from app.fleet.engine.trigger import Order, Triggered
+from app.fleet.errors import ActionUnknown
+from app.fleet.http import idempotency
+from app.fleet.http.auth import needs
+from app.fleet.http.context import Context, InContext
+from app.fleet.http.idempotency import IdempotencyKey
+from app.fleet.http.orders import NEW_RUN, RUN, NewRun, answer, described, not_here, read, records
+
+router = APIRouter(prefix="/actions", tags=["actions"], dependencies=[Depends(needs())])
+
+
+@dataclass(frozen=True)
+class ActionList:
+    items: list[ActionRecord]
+
+
+ACTION = TypeAdapter(ActionRecord)
+ACTION_LIST = TypeAdapter(ActionList)
+
+
+@router.get("", response_model=ActionList)
+async def list_actions(context: InContext) -> Response:
+    """List every action there is or was: its schedule, its last run, who runs it and who stands by."""
+    async with context.database.connection() as connection:
+        found = await overview.find_all(connection, context.database.namespace, context.engine.catalogue)
+    return answer(ACTION_LIST, ActionList(found))
+
+
+@router.get("/{name}", response_model=ActionRecord)
+async def show_action(name: str, context: InContext) -> Response:
+    """Show one action."""
+    async with context.database.connection() as connection:
+        return await shown(context, connection, name)
+
+
+@router.post(
+    "/{name}/runs",
+    status_code=202,
+    response_model=RunRecord,
+    responses={200: {"model": RunRecord, "description": "The run that this key has made before"}},
+    openapi_extra=described(NewRun),
+)
+async def trigger_action(
+    name: str, request: Request, context: InContext, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Have an action run. The same key again: the same run."""
+    order = (await read(request, NEW_RUN)).order(name)
+    try:
+        triggered = await trigger(context, order, idempotency_key)
+    except ActionUnknown:
+        raise await not_here(context, name) from None
+    (run,) = await records(context, [triggered])
+    return answer(RUN, run, 202 if triggered.new else 200, Location=f"/runs/{run.id}")
+
+
+@router.post("/{name}/pause", response_model=ActionRecord)
+async def pause_action(name: str, context: InContext) -> Response:
+    """Have nothing of it scheduled or claimed. Runs that are triggered meanwhile wait."""
+    return await change(context, name, overview.pause)
+
+
+@router.post("/{name}/resume", response_model=ActionRecord)
+async def resume_action(name: str, context: InContext) -> Response:
+    """Go on, with the next slot after now and with the runs that wait."""
+    return await change(context, name, overview.resume)
+
+
+async def trigger(context: Context, order: Order, key: str | None) -> Triggered:
+    triggers = context.engine.triggers
+    # A key in the body is the caller's own for this run, and says more than one for the request.
+    if key is None or order.key is not None:
+        (done,) = await triggers.trigger([order], by="api")
+        return done
+    keyed = replace(order, key=key, digest=idempotency.digest([order]))
+    async with idempotency.turn(context.database, f"{order.action}:{key}") as connection:
+        (done,) = await triggers.trigger([keyed], connection, by="api")
+        return done
+
+
+async def change(context: Context, name: str, how: Callable[[Connection, Namespace, str], Awaitable[None]]) -> Response:
+    async with context.database.connection() as connection:
+        await how(connection, context.database.namespace, name)
+        return await shown(context, connection, name)
+
+
+async def shown(context: Context, connection: Connection, name: str) -> Response:
+    return answer(ACTION, await overview.find(connection, context.database.namespace, context.engine.catalogue, name))

@@ -1,0 +1,168 @@
+"""Runs over HTTP: trigger many at once, see them, cancel one, have one tried again.
+
+A page of runs is a slice by id, newest first, and its cursor is the last id, written so that nobody takes it for one:
+runs that come or go meanwhile neither repeat nor hide others.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, get_args
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+
+from app.fleet.engine import overview, runs
+from app.fleet.engine.runs import RunRecord, State
+from app.fleet.engine.trigger import Order, Triggered
+from app.fleet.errors import ActionUnknown, PayloadInvalid, RunUnknown
+from app.fleet.http import idempotency
+from app.fleet.http.auth import needs
+from app.fleet.http.context import Context, InContext
+from app.fleet.http.idempotency import IdempotencyKey
+from app.fleet.http.orders import (
+    NEW_RUNS,
+    RUN,
+    BatchedRun,
+    NewRuns,
+    answer,
+    described,
+    misfits,
+    not_these,
+    read,
+    records,
+)
+from app.fleet.http.problems import HttpError
+
+router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
+
+GREATEST_ID = 2**63 - 1
+STATES = TypeAdapter(list[State])
+
+RunId = Annotated[str, Path(description="A whole number")]
+
+
+@dataclass(frozen=True)
+class RunList:
+    runs: list[RunRecord]
+
+
+@dataclass(frozen=True)
+class RunPage:
+    items: list[RunRecord]
+    next_cursor: str | None
+
+
+RUN_LIST = TypeAdapter(RunList)
+RUN_PAGE = TypeAdapter(RunPage)
+
+
+@router.post(
+    "/runs:batch",
+    status_code=202,
+    response_model=RunList,
+    responses={200: {"model": RunList, "description": "The runs that these keys have made before"}},
+    openapi_extra=described(NewRuns, runs=BatchedRun),
+)
+async def trigger_many(request: Request, context: InContext, idempotency_key: IdempotencyKey = None) -> Response:
+    """Have many runs, of any actions, all or none; they are returned in the same order."""
+    orders = (await read(request, NEW_RUNS)).orders()
+    try:
+        triggered = await trigger(context, orders, idempotency_key)
+    except ActionUnknown:
+        raise await not_these(context, orders) from None
+    except PayloadInvalid:
+        raise misfits(context, orders) from None
+    made = await records(context, triggered)
+    return answer(RUN_LIST, RunList(made), 202 if any(each.new for each in triggered) else 200)
+
+
+@router.get("/runs", response_model=RunPage)
+async def list_runs(
+    context: InContext,
+    action: str | None = None,
+    state: Annotated[list[str] | None, Query(description="One or more, repeated or with commas between")] = None,
+    limit: Annotated[int, Query(ge=1, le=500)] = 50,
+    cursor: str | None = None,
+) -> Response:
+    """List runs, newest first."""
+    states, before = states_of(state or ()), before_of(cursor)
+    namespace = context.database.namespace
+    async with context.database.connection() as connection:
+        action_id = None if action is None else await overview.id_of(connection, namespace, action)
+        # One more than wanted says whether there is another page.
+        found = await runs.find_page(
+            connection, namespace, action_id=action_id, states=states, limit=limit + 1, before=before
+        )
+    items = found[:limit]
+    return answer(RUN_PAGE, RunPage(items, cursor_at(items[-1].id) if len(found) > limit else None))
+
+
+@router.get("/runs/{run_id}", response_model=RunRecord)
+async def show_run(run_id: RunId, context: InContext) -> Response:
+    """Show one run."""
+    number = number_of(run_id)
+    async with context.database.connection() as connection:
+        return answer(RUN, await runs.find(connection, context.database.namespace, number))
+
+
+@router.post("/runs/{run_id}/cancel", response_model=RunRecord)
+async def cancel_run(run_id: RunId, context: InContext) -> Response:
+    """Cancel a run: at once if it waits; if it runs, as soon as its instance, wherever that is, has heard of it."""
+    number = number_of(run_id)
+    async with context.database.connection() as connection:
+        return answer(RUN, await runs.cancel(connection, context.database.namespace, number))
+
+
+@router.post("/runs/{run_id}/retry", response_model=RunRecord)
+async def retry_run(run_id: RunId, context: InContext) -> Response:
+    """Have a run tried again that failed or was cancelled; one that waits for a later time is tried now."""
+    number = number_of(run_id)
+    async with context.database.connection() as connection:
+        return answer(RUN, await runs.retry(connection, context.database.namespace, number))
+
+
+async def trigger(context: Context, orders: Sequence[Order], key: str | None) -> list[Triggered]:
+    triggers, database = context.engine.triggers, context.database
+    if key is None:
+        return await triggers.trigger(orders, by="api")
+    wanted = idempotency.digest(orders)
+    async with idempotency.turn(database, f"runs:batch:{key}") as connection:
+        done = await triggers.trigger(idempotency.keyed(orders, key, wanted), connection, by="api")
+        await idempotency.remember_batch(connection, database.namespace, key, wanted, done[0].id)
+        return done
+
+
+def number_of(run_id: str) -> int:
+    if not re.fullmatch(r"[0-9]+", run_id):
+        raise HttpError("the id of a run is a whole number, as `id` of a run has it")
+    if len(run_id) > len(str(GREATEST_ID)) or int(run_id) > GREATEST_ID:
+        raise RunUnknown("there is no run of that id, and none before it either: ids have not come that far")
+    return int(run_id)
+
+
+def states_of(given: Sequence[str]) -> list[State]:
+    try:
+        return STATES.validate_python([state.strip() for each in given for state in each.split(",")])
+    except ValidationError:
+        message = f"a state is one of {', '.join(get_args(State))}"
+        raise RequestValidationError([{"loc": ("query", "state"), "msg": message}]) from None
+
+
+def cursor_at(run_id: int) -> str:
+    return base64.urlsafe_b64encode(f"before {run_id}".encode()).decode().rstrip("=")
+
+
+def before_of(cursor: str | None) -> int | None:
+    if cursor is None:
+        return None
+    try:
+        found = re.fullmatch(rb"before ([0-9]{1,19})", base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except (binascii.Error, ValueError):
+        found = None
+    if found is None or int(found[1]) > GREATEST_ID:
+        raise HttpError("this cursor is none of ours: take `next_cursor` of the page before, as it is, or none at all")
+    return int(found[1])
