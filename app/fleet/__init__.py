@@ -5,7 +5,7 @@ This page is the public API. A service author imports from here; everything belo
 
 from app.fleet.engine.actions import Action, action
 from app.fleet.engine.run import Run
-from app.fleet.engine.trigger import Order, trigger, trigger_many
+from app.fleet.engine.trigger import Order, session, trigger, trigger_many
 from app.fleet.errors import AlreadyActive, Fenced, FleetError, GiveUp, PayloadInvalid, TryAgain
 from app.fleet.http.session import InSession
 from app.fleet.settings import FleetSettings
@@ -23,6 +23,7 @@ __all__ = [
     "Run",
     "TryAgain",
     "action",
+    "session",
     "trigger",
     "trigger_many",
 ]

@@ -116,6 +116,8 @@ class ActionUnknown(EngineError):
 class PayloadInvalid(EngineError):
     """`errors` names each field and what is wrong with it."""
 
+    exit_code = 2
+
     def __init__(self, text: str, errors: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(text)
         self.errors = list(errors)

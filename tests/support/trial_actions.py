@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from app.fleet import GiveUp, Run, TryAgain, action, trigger
-from app.fleet.engine.trigger import here
+from app.fleet import GiveUp, Run, TryAgain, action, session, trigger
 
 EFFECTS = "CREATE TABLE public.effects (run_id bigint, attempt int, token bigint, instance text, note text)"
 EFFECT = text("INSERT INTO public.effects VALUES (:run, :attempt, :token, :instance, :note)")
@@ -135,16 +134,16 @@ async def rated(_: Run) -> None: ...
 async def note(run: Run) -> None:
     """Leave an effect in the transaction that completes the run."""
     await asyncio.sleep(run.payload.get("seconds", 0))
-    async with run.commit({"noted": True}) as session:
-        await session.execute(EFFECT, effect(run, "committed"))
+    async with run.commit({"noted": True}) as transaction:
+        await transaction.execute(EFFECT, effect(run, "committed"))
 
 
 @action("note-in-thread")
 def note_in_thread(run: Run) -> None:
     time.sleep(run.payload.get("seconds", 0))
 
-    def write(session: Session) -> None:
-        session.execute(EFFECT, effect(run, "committed"))
+    def write(transaction: Session) -> None:
+        transaction.execute(EFFECT, effect(run, "committed"))
 
     run.blocking.commit(write)
 
@@ -183,10 +182,10 @@ async def late(run: Run) -> str:
     elif write == "event":
         await run.emit("late")
     elif write == "guard":
-        async with here().database.session() as session:
-            await session.execute(EFFECT, effect(run, "late"))
-            await run.guard(session)
+        async with session() as guarded:
+            await guarded.execute(EFFECT, effect(run, "late"))
+            await run.guard(guarded)
     elif write == "commit":
-        async with run.commit("late") as session:
-            await session.execute(EFFECT, effect(run, "late"))
+        async with run.commit("late") as last:
+            await last.execute(EFFECT, effect(run, "late"))
     return "late"

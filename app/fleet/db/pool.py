@@ -61,6 +61,17 @@ def shows_an_outage(error: BaseException) -> bool:
     return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
 
 
+# A commit that was acknowledged survives a crash of the server; stricter settings than `on` are left alone.
+DURABLE = """
+SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
+"""
+
+
+async def make_durable(connection: Connection) -> None:
+    await connection.execute(DURABLE)
+    await connection.commit()
+
+
 class Lane:
     """One of the pool's connections, kept, for work that must not wait behind the service's own requests.
 
@@ -130,6 +141,7 @@ class Database(Service):
             # Beyond this, waiting longer would not help anyone: refuse, so that the client goes elsewhere.
             max_waiting=settings.pool_max * 20,
             max_lifetime=900,
+            configure=None if addresses.pooled else make_durable,
             # Give up quickly: the supervisor knows better than a backoff when to try again.
             reconnect_timeout=0.2,
             close_returns=True,

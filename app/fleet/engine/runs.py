@@ -164,7 +164,7 @@ async def cancel(connection: Connection, namespace: Namespace, identifier: int) 
             if (await connection.execute(namespace.sql(statement), values)).rowcount == 1:
                 return await find(connection, namespace, identifier)
     run = await find(connection, namespace, identifier)
-    raise RunNotReady(f"run {identifier} has {run.state} already, and what has ended cannot be cancelled")
+    raise RunNotReady(f"run {identifier} has ended already ({run.state}), and cannot be cancelled")
 
 
 async def retry(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:

@@ -16,10 +16,13 @@ Lock order: actions by id, then keys by action and text.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
+
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
@@ -339,11 +342,16 @@ async def trigger_many(orders: Sequence[Order], *, session: Place | None = None)
     return [done.id for done in await here().trigger(orders, session)]
 
 
+def session() -> AbstractAsyncContextManager[AsyncSession]:
+    """One transaction on the service's database, committed at the end; for actions (a route has `InSession`)."""
+    return here().database.session()
+
+
 def here() -> Triggers:
     try:
         return current.get()
     except LookupError:
         raise FleetError(
-            "trigger() is for the code of a running service: a route, or an action. Elsewhere, use the REST API or "
-            "`flotilla trigger`"
+            "trigger() and session() are for the code of a running service: a route, or an action. Elsewhere, use the "
+            "REST API or `flotilla trigger`"
         ) from None

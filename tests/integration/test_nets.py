@@ -1,0 +1,199 @@
+"""What catches a run when nobody was told: the lookout, the sweep, the death's transaction, and retention."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+from app.fleet.engine import recovery, retention
+from app.fleet.engine.trigger import Order
+from tests.support.runs import Desk, desk, soon
+from tests.support.table import NAMESPACE, declare, table
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address) as own:
+        yield own
+
+
+INSERT = """
+INSERT INTO runs (action_id, priority, run_at, max_attempts, trigger)
+SELECT id, 0, clock_timestamp() + make_interval(secs => %s), 1, 'code' FROM actions WHERE name = 'noop' RETURNING id
+"""
+
+
+# -- lost notifications -----------------------------------------------------------------------------------------------
+
+
+async def test_a_run_nobody_told_of_is_found(here: Desk) -> None:
+    ((run_id,),) = await here.sql(INSERT, 0)
+    assert (await here.ended(run_id)).state == "succeeded"
+
+
+async def test_a_run_for_later_begins_on_time_and_the_next_one_too(here: Desk) -> None:
+    ids = [(await here.sql(INSERT, delay))[0][0] for delay in (3.0, 3.3, 3.6)]
+    for run_id in ids:
+        run = await here.ended(run_id)
+        assert run.started_at is not None
+        assert timedelta() <= run.started_at - run.run_at < timedelta(seconds=1.5)
+
+
+# -- lost answers -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_claim_whose_answer_was_lost_is_put_back_and_made_again(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimant = here.engine.executor.claimant
+    genuine = claimant.claim
+    lost: list[Any] = []
+
+    async def lose_the_first(*given: Any) -> list[tuple[Any, ...]]:
+        rows = await genuine(*given)
+        if rows and not lost:
+            lost.extend(rows)
+            raise psycopg.OperationalError("the connection broke under the answer")
+        return rows
+
+    monkeypatch.setattr(claimant, "claim", lose_the_first)
+    run_id = await here.trigger("echo")
+    run = await here.ended(run_id)
+    assert [row[0] for row in lost] == [run_id]
+    assert (run.state, run.attempt) == ("succeeded", 1), "as if it had not been claimed"
+
+
+async def test_a_completion_whose_answer_was_lost_is_no_late_writer(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = here.engine.executor.ledger
+    genuine = ledger._finish
+    lost: list[bool] = []
+
+    async def lose_the_first(*given: Any) -> None:
+        if not lost:
+            settled = ledger._settled
+            monkeypatch.setattr(ledger, "_settled", lambda _: None)
+            await genuine(*given)
+            monkeypatch.setattr(ledger, "_settled", settled)
+            lost.append(True)
+            raise psycopg.OperationalError("the connection broke under the answer")
+        await genuine(*given)
+
+    monkeypatch.setattr(ledger, "_finish", lose_the_first)
+    run = await here.run("echo", {"a": 1})
+    assert lost
+    assert run.result == {"a": 1}
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.executor.room == 100))
+    assert ledger.fenced["completion"] == 0
+
+
+async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: Desk) -> None:
+    run_id = await here.trigger("nap", {"seconds": 60})
+    await here.until(run_id, "running")
+    attempt = here.engine.executor.running_runs[run_id]
+    await here.sql("UPDATE runs SET token = token + 1, instance_id = 0 WHERE id = %s RETURNING 1", run_id)
+    assert attempt.task is not None
+    await asyncio.wait_for(asyncio.wait([attempt.task]), 10)
+    assert attempt.ending == "fenced"
+
+
+# -- hung and dead ----------------------------------------------------------------------------------------------------
+
+
+async def test_what_hangs_beyond_its_deadline_is_taken_back_or_failed(address: str) -> None:
+    async with table(address, declare(retries=1)) as here:
+        await here.trigger(Order("tick"), Order("tick"))
+        one = await here.instance("one")
+        (first, second) = await one.claim()
+        await here.sql("UPDATE runs SET deadline_at = now() - interval '1 h' RETURNING 1")
+        await here.sql("UPDATE runs SET attempt = 2 WHERE id = %s RETURNING 1", second.run_id)
+        async with here.database.autocommit() as connection:
+            await recovery.sweep(connection, NAMESPACE)
+        ((run_id, state, error),) = await here.sql("SELECT id, state, error FROM runs")
+        assert (run_id, state) == (first.run_id, "pending")
+        assert "exceeded its deadline, and its instance one did not end it" in error
+        assert await here.sql("SELECT id, state, error FROM finished_runs") == [(second.run_id, "failed", error)]
+
+
+async def test_a_run_within_its_deadline_is_left_alone(address: str) -> None:
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick"))
+        await (await here.instance("one")).claim()
+        async with here.database.autocommit() as connection:
+            await recovery.sweep(connection, NAMESPACE)
+        assert await here.sql("SELECT state FROM runs") == [("running",)]
+
+
+async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(address: str) -> None:
+    async with table(address, declare()) as here:
+        (run_id,) = await here.trigger(Order("tick"))
+        one = await here.instance("one")
+        await one.claim()
+        with psycopg.connect(address) as guarded, psycopg.connect(address) as death:
+            guarded.execute("SELECT FROM flotilla.runs WHERE id = %s FOR KEY SHARE", [run_id])
+            death.execute("UPDATE flotilla.instances SET state = 'gone'")
+            recovery.TakeBack(NAMESPACE)(death, [one.identity.id])
+            death.commit()
+            assert await here.sql("SELECT state FROM runs") == [("running",)], "nobody waited for the lock"
+        async with here.database.autocommit() as connection:
+            await recovery.sweep(connection, NAMESPACE)
+        assert await here.sql("SELECT state, deaths, error FROM runs") == [
+            ("pending", 1, "the instance one died while it ran it")
+        ]
+
+
+async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -> None:
+    async with table(address, declare()) as here:
+        (run_id,) = await here.trigger(Order("tick"))
+        for number in range(recovery.DEATHS):
+            one = await here.instance(f"i-{number}")
+            assert [run.run_id for run in await one.claim()] == [run_id]
+            with psycopg.connect(address) as death:
+                recovery.TakeBack(NAMESPACE)(death, [one.identity.id])
+        assert await here.sql("SELECT state, error FROM finished_runs") == [
+            ("failed", f"{recovery.DEATHS} instances died while they ran it, the last of them i-19")
+        ]
+
+
+# -- retention --------------------------------------------------------------------------------------------------------
+
+
+async def test_what_ended_long_enough_ago_is_forgotten_with_its_events_and_its_key(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "BATCH", 40)
+    here.engine.retention._batch = 40
+    walked = await here.run("walk", {"steps": 3, "seconds": 0}, key="once")
+    kept = await here.run("echo", key="kept")
+    for run_id in await here.trigger_all([Order("noop", key=f"k-{number}") for number in range(100)]):
+        await here.ended(run_id)
+    await here.sql("UPDATE finished_runs SET expires_at = now() - interval '1 h' WHERE id <> %s RETURNING 1", kept.id)
+    assert await here.engine.retention.prune() == 101
+    assert await here.sql("SELECT id FROM finished_runs") == [(kept.id,)]
+    assert await here.sql("SELECT run_id FROM run_keys") == [(kept.id,)]
+    assert await here.sql("SELECT * FROM run_events WHERE run_id = %s", walked.id) == []
+    assert await here.trigger("echo", key="kept") == kept.id
+    again = await here.trigger("walk", {"steps": 1, "seconds": 0}, key="once")
+    assert again != walked.id
+
+
+async def test_a_batch_that_takes_too_long_is_halved(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = """
+        CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN PERFORM pg_sleep(0.02); RETURN OLD; END $$;
+        CREATE TRIGGER slow BEFORE DELETE ON finished_runs FOR EACH ROW EXECUTE FUNCTION slow();
+    """
+    for run_id in await here.trigger_all([Order("noop")] * 60):
+        await here.ended(run_id)
+    await here.sql("UPDATE finished_runs SET expires_at = now() - interval '1 h' RETURNING 1")
+    await here.sql(slow)
+    monkeypatch.setattr(retention, "LIMIT", 0.4)
+    monkeypatch.setattr(retention, "BATCH", 50)
+    here.engine.retention._batch = 50
+    assert await here.engine.retention.prune() == 60

@@ -1,0 +1,202 @@
+"""Declaring actions: everything that is wrong is said at once, with the name; nothing is found out in production."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from app.fleet import FleetError, PayloadInvalid, Run, action, trigger
+from app.fleet.engine.actions import Action, Catalogue, Rate
+from app.fleet.errors import ActionInvalid, ActionUnknown, SettingsError
+
+
+class Parcel(BaseModel):
+    weight: int
+    label: str = ""
+
+
+def declare(name: str = "tick", **options: Any) -> Action[Any]:
+    @action(name, **options)
+    async def tick(_: Run) -> None: ...
+
+    return tick
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cron": "never"}, "the cron expression 'never' is not valid"),
+        ({"cron": "* * * * *", "timezone": "Nowhere"}, "no time zone 'Nowhere'"),
+        ({"every": "soon"}, "'soon' is not a duration"),
+        ({"misfire": "maybe"}, "`misfire` is 'maybe', and must be one of 'once', 'all', 'skip'"),
+        ({"overlap": "twice"}, "`overlap` is 'twice'"),
+        ({"retries": -1}, "`retries` is -1"),
+        ({"concurrency": 0}, "`concurrency` is 0, and must be 1 or more; to stop an action, pause it"),
+        ({"rate": "fast"}, "'fast' is not a rate: write it like '10/s'"),
+        ({"rate": "0/s"}, "'0/s' is not a rate"),
+        ({"priority": 9999}, "`priority` is 9999"),
+        ({"timeout": 0}, "`timeout` is 0 s"),
+        ({"retention": "never"}, "`retention`: 'never' is not a duration"),
+    ],
+)
+def test_an_option_that_is_wrong_is_said_with_the_actions_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ActionInvalid) as refused:
+        declare("shipping", **options)
+    assert "the action 'shipping' (tests.unit.test_actions." in str(refused.value)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["", "Shipping", "9lives", "a b", "x" * 101, "ü"])
+def test_a_name_is_a_plain_word(name: str) -> None:
+    with pytest.raises(ActionInvalid, match="a name is"):
+        declare(name)
+
+
+def test_a_function_takes_the_run_and_nothing_else() -> None:
+    with pytest.raises(ActionInvalid, match="takes one argument, the run"):
+
+        @action("none")  # type: ignore[arg-type]
+        async def none() -> None: ...
+
+    with pytest.raises(ActionInvalid, match="is a `Run` or a `Run\\[Payload\\]`"):
+
+        @action("other")  # type: ignore[arg-type]
+        async def other(_: int) -> None: ...
+
+    with pytest.raises(ActionInvalid, match="cannot be a generator"):
+
+        @action("many")
+        async def many(_: Run) -> Any:
+            yield 1
+
+
+def test_an_action_is_a_function_still() -> None:
+    @action("double")
+    def double(run: Run[int]) -> int:
+        """Say it twice."""
+        return run.payload * 2
+
+    class Stub:
+        payload = 21
+
+    assert double(Stub()) == 42  # type: ignore[arg-type]
+    assert double.summary == "Say it twice."
+    assert double.blocking
+
+
+# -- payloads ---------------------------------------------------------------------------------------------------------
+
+
+def typed() -> Action[Parcel]:
+    @action("weigh")
+    async def weigh(_: Run[Parcel]) -> None: ...
+
+    return weigh
+
+
+def test_a_payload_is_checked_and_what_it_lacks_is_filled_in() -> None:
+    assert typed().encode({"weight": "3"}) == '{"weight":3,"label":""}'
+    assert typed().encode(Parcel(weight=4)) == '{"weight":4,"label":""}'
+    assert typed().decode('{"weight":3}') == Parcel(weight=3)
+
+
+def test_a_payload_that_does_not_fit_names_the_field_and_keeps_the_value_to_itself() -> None:
+    with pytest.raises(PayloadInvalid) as refused:
+        typed().encode({"weight": "hunter2"})
+    assert refused.value.errors == [
+        {
+            "field": "payload.weight",
+            "message": "Input should be a valid integer, unable to parse string as an integer",
+        }
+    ]
+    assert "hunter2" not in str(refused.value)
+    with pytest.raises(PayloadInvalid, match=r"payload\.weight: Field required"):
+        typed().encode(None)
+
+
+def test_without_a_type_any_json_object_is_a_payload() -> None:
+    plain = declare()
+    assert plain.encode({}) is None
+    assert plain.encode({"a": [1]}) == '{"a":[1]}'
+    assert plain.encode(Parcel(weight=1)) == '{"weight":1,"label":""}'
+    for wrong in ([1], "text", 7):
+        with pytest.raises(PayloadInvalid):
+            plain.encode(wrong)
+    with pytest.raises(PayloadInvalid, match="cannot be written as JSON"):
+        plain.encode({"a": object()})
+
+
+# -- options that are numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "interval", "burst"), [("10/s", 0.1, 10), ("100/m", 0.6, 100), ("5/10s", 2.0, 5), ("1/h", 3600.0, 1)]
+)
+def test_a_rate_is_so_many_in_so_long(text: str, interval: float, burst: int) -> None:
+    assert Rate.parse(text) == Rate(interval, burst)
+
+
+def test_backoff_grows_to_its_most_and_differs_each_time() -> None:
+    retried = declare(retry_delay="1s", retry_most="10s")
+    for failures, about in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (500, 10)):
+        delays = {retried.backoff(failures) for _ in range(20)}
+        assert all(0.75 * about <= delay <= 1.25 * about for delay in delays)
+        assert len(delays) > 1
+
+
+# -- finding them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package `shelf`, to put modules into."""
+    package = tmp_path / "shelf"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    for name in [each for each in sys.modules if each.partition(".")[0] == "shelf"]:
+        del sys.modules[name]
+
+
+DECLARED = "from app.fleet import Run, action\n\n@action({name!r})\nasync def tick(_: Run) -> None: ...\n"
+
+
+def test_a_package_is_loaded_with_all_it_contains(shelf: Path) -> None:
+    (shelf / "one.py").write_text(DECLARED.format(name="one"))
+    (shelf / "deep").mkdir()
+    (shelf / "deep" / "__init__.py").write_text("from shelf.one import tick\n")
+    (shelf / "deep" / "two.py").write_text(DECLARED.format(name="two"))
+    assert sorted(each.name for each in Catalogue.load(["shelf"])) == ["one", "two"]
+
+
+def test_two_actions_of_one_name_are_refused_with_both_places(shelf: Path) -> None:
+    (shelf / "one.py").write_text(DECLARED.format(name="same"))
+    (shelf / "two.py").write_text(DECLARED.format(name="same"))
+    with pytest.raises(ActionInvalid, match=r"called 'same': shelf\.one\.tick and shelf\.two\.tick"):
+        Catalogue.load(["shelf"])
+
+
+def test_a_module_that_is_not_there_is_a_wrong_setting() -> None:
+    with pytest.raises(SettingsError, match=r"FLOTILLA_ACTIONS names 'app\.nothing'"):
+        Catalogue.load(["app.nothing"])
+
+
+def test_a_module_that_lacks_something_itself_says_so_itself(shelf: Path) -> None:
+    (shelf / "one.py").write_text("import no_such_thing\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+        Catalogue.load(["shelf"])
+
+
+def test_an_unknown_action_is_said_with_where_to_look() -> None:
+    with pytest.raises(ActionUnknown, match="`flotilla actions`"):
+        Catalogue({})["nothing"]
+
+
+@pytest.mark.anyio
+async def test_a_trigger_outside_of_a_service_says_where_it_belongs() -> None:
+    with pytest.raises(FleetError, match="are for the code of a running service"):
+        await trigger("tick")
