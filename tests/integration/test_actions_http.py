@@ -1,0 +1,490 @@
+"""Actions over HTTP: what is said of each, what a trigger is answered with, and what pausing and resuming mean."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+
+from app.fleet import InSession, Run, action, trigger
+from app.fleet.db.namespace import Lock
+from app.fleet.engine import overview
+from app.fleet.http.auth import make_key
+from app.fleet.http.problems import BY_STATUS
+from tests.integration.test_edge import is_problem
+from tests.support.runs import Desk, desk, soon
+
+pytestmark = pytest.mark.anyio
+
+RUN = {
+    *("id", "action", "state", "trigger", "payload", "scheduled_for", "run_at", "attempt", "max_attempts", "instance"),
+    *("result", "error", "progress", "created_at", "started_at", "finished_at"),
+}
+ACTION = {
+    *("name", "summary", "schedule", "state", "next_run_at", "last_run", "running_on", "standby", "overlap", "misfire"),
+    *("priority", "max_attempts", "concurrency", "rate", "retention"),
+}
+MODULES = ("tests.support.trial_actions", "tests.integration.test_actions_http")
+
+MISFITS: list[tuple[str, Any]] = [
+    ("key", ""),
+    ("key", "k" * 201),
+    ("key", "a\nb"),
+    ("key", "a\x00b"),
+    ("key", 7),
+    ("priority", 1001),
+    ("priority", -1001),
+    ("priority", 1.5),
+    ("priority", "1"),
+    ("priority", True),
+    ("run_at", "2030-01-01T00:00:00"),
+    ("run_at", "soon"),
+    ("run_at", 1893456000),
+    ("run_at", "9999-12-31T23:59:59-12:00"),
+    ("run_at", "0001-01-01T00:00:00+12:00"),
+    ("prio", 1),
+]
+
+
+@action("seldom", every="10h", misfire="skip", jitter="1s")
+async def seldom(_: Run) -> None:
+    """Run when the test makes it due.
+
+    A second paragraph is not part of the summary.
+    """
+
+
+@action("urgent", priority=7, retention="36h", rate="5/10s", concurrency=3, retries=1)
+async def urgent(_: Run) -> None: ...
+
+
+@action("count")
+async def count(run: Run[int]) -> int:
+    return run.payload
+
+
+@action("names")
+async def names(run: Run[list[str]]) -> list[str]:
+    return run.payload
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address, actions=MODULES) as own:
+        yield own
+
+
+async def get(here: Desk, path: str, status: int = 200) -> Any:
+    answer = await here.running.client.get(path)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def post(here: Desk, path: str, body: Any = None, status: int | None = None, **given: Any) -> httpx.Response:
+    answer = await here.running.client.post(path, json=body, **given)
+    assert status is None or answer.status_code == status, answer.text
+    return answer
+
+
+async def send(here: Desk, content: bytes, content_type: str = "application/json") -> httpx.Response:
+    headers = {"content-type": content_type}
+    return await here.running.client.post("/actions/echo/runs", content=content, headers=headers)
+
+
+async def runs_there_are(here: Desk) -> int:
+    ((there,),) = await here.sql("SELECT (SELECT count(*) FROM runs) + (SELECT count(*) FROM finished_runs)")
+    return int(there)
+
+
+async def an_action_of_another_release(here: Desk, *, living: bool) -> None:
+    await here.sql(
+        """
+        INSERT INTO actions (name, schedule, misfire, overlap, priority, max_attempts, retention, next_run_at)
+        VALUES ('brand-new', 'every 1h', 'once', 'allow', 0, 1, '7d', now() + interval '1 hour')
+        """
+    )
+    if living:
+        await here.sql(
+            """
+            INSERT INTO instances (id, name, run_id, state, hostname, pid, version, connections, started_at,
+                                   heartbeat_at, server_started_at)
+            SELECT nextval('instance_ids'), 'newer', gen_random_uuid(), 'ready', 'elsewhere', 1, 'next', 1, now(),
+                   now(), pg_postmaster_start_time() - interval '1 hour'
+            """
+        )
+        await here.sql(
+            """
+            INSERT INTO standby (instance_id, action_ids)
+            SELECT i.id, ARRAY[a.id] FROM instances AS i, actions AS a WHERE i.name = 'newer' AND a.name = 'brand-new'
+            """
+        )
+
+
+# -- seeing them ------------------------------------------------------------------------------------------------------
+
+
+async def test_the_list_has_every_action_by_name_with_the_promised_fields(here: Desk) -> None:
+    items = (await get(here, "/actions"))["items"]
+    assert [each["name"] for each in items] == sorted(each.name for each in here.engine.catalogue)
+    assert all(set(each) == ACTION for each in items)
+    assert await get(here, "/actions/noop") in items
+
+
+async def test_an_action_shows_its_schedule_and_when_it_is_due_next(here: Desk) -> None:
+    shown = await get(here, "/actions/seldom")
+    assert shown["summary"] == "Run when the test makes it due."
+    assert (shown["schedule"], shown["misfire"], shown["state"]) == ("every 10h jitter 1s", "skip", "active")
+    left = datetime.fromisoformat(shown["next_run_at"]) - datetime.now(UTC)
+    assert timedelta(hours=9, minutes=58) < left <= timedelta(hours=10)
+
+
+async def test_an_action_without_a_schedule_has_neither_schedule_nor_next_run(here: Desk) -> None:
+    shown = await get(here, "/actions/count")
+    assert (shown["schedule"], shown["next_run_at"], shown["summary"], shown["last_run"]) == (None, None, None, None)
+
+
+async def test_an_action_shows_its_options_as_they_are_declared(here: Desk) -> None:
+    shown = await get(here, "/actions/urgent")
+    options = ("overlap", "misfire", "priority", "max_attempts", "concurrency", "rate", "retention")
+    assert [shown[option] for option in options] == ["allow", "once", 7, 2, 3, "5/10s", "36h"]
+    assert (await get(here, "/actions/rated"))["rate"] == "20/s"
+    in_turn = await get(here, "/actions/in-turn")
+    assert (in_turn["overlap"], in_turn["concurrency"]) == ("queue", 1)
+
+
+async def test_an_instance_that_is_ready_stands_by_at_once(here: Desk) -> None:
+    me = (await get(here, "/health/instances"))["self"]
+    assert (await get(here, "/actions/noop"))["standby"] == [me]
+
+
+async def test_who_runs_it_is_named_while_it_runs(here: Desk) -> None:
+    me = (await get(here, "/health/instances"))["self"]
+    run_id = await here.trigger("nap", {"seconds": 60})
+    await here.until(run_id, "running")
+    shown = await get(here, "/actions/nap")
+    assert shown["running_on"] == [me]
+    assert shown["last_run"] == await get(here, f"/runs/{run_id}")
+    await post(here, f"/runs/{run_id}/cancel", status=200)
+    await here.ended(run_id)
+    assert (await get(here, "/actions/nap"))["running_on"] == []
+
+
+async def test_the_last_run_is_the_newest_that_ended_runs_or_waits(here: Desk) -> None:
+    first = await here.run("noop")
+    assert (await get(here, "/actions/noop"))["last_run"]["id"] == first.id
+    second = await here.run("noop")
+    await here.run("echo")
+    assert (await get(here, "/actions/noop"))["last_run"]["id"] == second.id
+    await post(here, "/actions/noop/pause", status=200)
+    waiting = [await here.trigger("noop", priority=priority) for priority in (5, -5, 0)]
+    assert (await get(here, "/actions/noop"))["last_run"]["id"] == waiting[-1]
+    assert (await get(here, "/actions/echo"))["last_run"]["state"] == "succeeded"
+
+
+async def test_an_action_that_no_living_instance_has_is_vanished(here: Desk) -> None:
+    await an_action_of_another_release(here, living=False)
+    shown = await get(here, "/actions/brand-new")
+    assert (shown["state"], shown["standby"], shown["next_run_at"]) == ("vanished", [], None)
+    assert shown["schedule"] == "every 1h"
+    assert shown in (await get(here, "/actions"))["items"]
+    refused = await post(here, "/actions/brand-new/runs", {})
+    assert "no living instance" in str(is_problem(refused, "not-found")["detail"])
+
+
+async def test_an_instance_that_is_gone_stands_by_for_nothing(here: Desk) -> None:
+    await an_action_of_another_release(here, living=True)
+    await here.sql("UPDATE instances SET state = 'gone', gone_at = now() WHERE name = 'newer'")
+    assert (await get(here, "/actions/brand-new"))["state"] == "vanished"
+
+
+async def test_while_releases_are_mixed_an_action_of_the_newer_one_can_be_seen_and_paused_here(here: Desk) -> None:
+    await an_action_of_another_release(here, living=True)
+    shown = await get(here, "/actions/brand-new")
+    assert (shown["state"], shown["standby"], shown["summary"]) == ("active", ["newer"], None)
+    assert (await post(here, "/actions/brand-new/pause", status=200)).json()["state"] == "paused"
+    assert (await post(here, "/actions/brand-new/resume", status=200)).json()["state"] == "active"
+
+
+async def test_while_releases_are_mixed_a_trigger_of_the_newer_ones_action_is_sent_elsewhere(here: Desk) -> None:
+    await an_action_of_another_release(here, living=True)
+    for path, body in (
+        ("/actions/brand-new/runs", {}),
+        ("/runs:batch", {"runs": [{"action": "noop"}, {"action": "brand-new"}]}),
+    ):
+        refused = await post(here, path, body)
+        problem = is_problem(refused, "unavailable")
+        assert "newer" in str(problem["detail"])
+        assert refused.headers["retry-after"] == "2"
+    assert await runs_there_are(here) == 0
+
+
+@pytest.mark.parametrize("name", ["none-such", "%00", "Caf%C3%A9", "a%2Fb", "x" * 101])
+async def test_an_unknown_action_is_404_whatever_is_asked_of_it(here: Desk, name: str) -> None:
+    is_problem(await here.running.client.get(f"/actions/{name}"), "not-found")
+    for what in ("runs", "pause", "resume"):
+        is_problem(await post(here, f"/actions/{name}/{what}"), "not-found")
+
+
+async def test_the_list_reads_nothing_of_the_history_but_the_last_runs(here: Desk) -> None:
+    await here.sql(
+        """
+        INSERT INTO actions (name, misfire, overlap, priority, max_attempts, retention)
+        SELECT 'many-' || i, 'once', 'allow', 0, 1, '7d' FROM generate_series(1, 1000) AS i
+        """
+    )
+    await here.sql(
+        """
+        INSERT INTO finished_runs (id, action_id, state, priority, run_at, token, attempt, max_attempts, trigger,
+                                   events, created_at, finished_at, expires_at)
+        SELECT i, a.id, 'succeeded', 0, now(), 1, 1, 1, 'api', 0, now(), now(), now() + interval '1 day'
+        FROM generate_series(1, 30000) AS i, actions AS a
+        WHERE a.name = 'noop'
+        """
+    )
+    database = here.running.context.database
+    async with database.connection() as connection:
+        found = await overview.find_all(connection, database.namespace, here.engine.catalogue)
+        read = await connection.execute(
+            "SELECT seq_tup_read, idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'finished_runs'"
+        )
+        sequentially, by_index = await read.fetchone() or (0, 0)
+    assert len(found) > 1000
+    assert [each.last_run.id for each in found if each.last_run] == [30000]
+    assert sequentially == 0
+    # Once for each action, where there is nothing most of the time, and once for the run itself.
+    assert by_index <= 2 * len(found)
+
+
+# -- triggering -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_trigger_without_a_body_is_answered_with_the_run_and_where_it_is(here: Desk) -> None:
+    answer = await here.running.client.post("/actions/noop/runs")
+    assert answer.status_code == 202
+    run = answer.json()
+    assert set(run) == RUN
+    assert (run["action"], run["state"], run["trigger"], run["payload"]) == ("noop", "pending", "api", {})
+    assert answer.headers["location"] == f"/runs/{run['id']}"
+    ended = await here.ended(run["id"])
+    assert ended.state == "succeeded"
+
+
+async def test_the_run_that_is_answered_is_the_run_that_is_there(here: Desk) -> None:
+    await post(here, "/actions/echo/pause", status=200)
+    order = {"payload": {"a": [1, None, "ü"]}, "priority": 3, "run_at": "2030-01-01T12:00:00+01:00", "key": "once"}
+    run = (await post(here, "/actions/echo/runs", order, 202)).json()
+    assert run == await get(here, f"/runs/{run['id']}")
+    assert datetime.fromisoformat(run["run_at"]) == datetime(2030, 1, 1, 11, tzinfo=UTC)
+    assert await here.sql("SELECT priority FROM runs") == [(3,)]
+
+
+async def test_every_field_may_be_null(here: Desk) -> None:
+    order = {"payload": None, "key": None, "run_at": None, "priority": None}
+    await post(here, "/actions/noop/runs", order, 202)
+
+
+async def test_without_a_priority_it_is_the_actions_own(here: Desk) -> None:
+    await post(here, "/actions/urgent/pause", status=200)
+    await post(here, "/actions/urgent/runs", {}, 202)
+    await post(here, "/actions/urgent/runs", {"priority": 0}, 202)
+    assert await here.sql("SELECT priority FROM runs ORDER BY id") == [(7,), (0,)]
+
+
+async def test_a_run_for_later_waits_until_then(here: Desk) -> None:
+    later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    waiting = (await post(here, "/actions/noop/runs", {"run_at": later}, 202)).json()
+    await here.run("noop")
+    assert (await here.look(waiting["id"])).state == "pending"
+
+
+@pytest.mark.parametrize(
+    ("name", "payload"), [("count", 3), ("count", 0), ("names", ["a"]), ("names", []), ("echo", {}), ("weigh", None)]
+)
+async def test_a_payload_is_whatever_the_actions_type_takes(here: Desk, name: str, payload: Any) -> None:
+    if payload is None:
+        is_problem(await post(here, f"/actions/{name}/runs", {"payload": None}), "invalid")
+        return
+    run = (await post(here, f"/actions/{name}/runs", {"payload": payload}, 202)).json()
+    assert run["payload"] == payload
+    assert (await here.ended(run["id"])).result == payload
+
+
+async def test_a_payload_that_does_not_fit_is_refused_with_the_name_of_the_field(here: Desk) -> None:
+    refused = await post(here, "/actions/weigh/runs", {"payload": {"weight": "s3cret"}})
+    problem = is_problem(refused, "invalid")
+    assert [each["field"] for each in problem["errors"]] == ["payload.weight"]  # type: ignore[attr-defined]
+    assert "payload.weight" in str(problem["detail"])
+    assert "s3cret" not in refused.text
+    assert await runs_there_are(here) == 0
+
+
+async def test_an_action_of_objects_takes_nothing_else_however_empty(here: Desk) -> None:
+    for payload in ([], 0, "", False, "text", 1.5, [1]):
+        problem = is_problem(await post(here, "/actions/echo/runs", {"payload": payload}), "invalid")
+        assert problem["errors"] == [{"field": "payload", "message": "Input should be a valid dictionary"}], payload
+
+
+async def test_a_field_that_does_not_fit_is_named_and_nothing_is_written(here: Desk) -> None:
+    for field, value in MISFITS:
+        problem = is_problem(await post(here, "/actions/noop/runs", {field: value}), "invalid")
+        assert [each["field"] for each in problem["errors"]] == [field], value  # type: ignore[attr-defined]
+    assert await runs_there_are(here) == 0
+
+
+async def test_a_number_that_json_does_not_have_is_refused_and_not_made_null(here: Desk) -> None:
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+        problem = is_problem(await send(here, f'{{"payload": {{"x": [{number}]}}}}'.encode()), "invalid")
+        assert [each["field"] for each in problem["errors"]] == ["payload"], number  # type: ignore[attr-defined]
+
+
+async def test_a_body_that_is_no_json_object_is_refused(here: Desk) -> None:
+    for content in (b"{", b"[]", b"null", b"\xff", b'{"payload": "\\ud800"}', b"[" * 5000):
+        is_problem(await send(here, content), "invalid")
+    assert await runs_there_are(here) == 0
+
+
+async def test_a_body_of_another_type_is_refused(here: Desk) -> None:
+    is_problem(await send(here, b"{}", "application/x-www-form-urlencoded"), "unsupported-media-type")
+    is_problem(await here.running.client.post("/actions/echo/runs", content=b"{}"), "invalid")
+    assert await runs_there_are(here) == 0
+
+
+async def test_an_action_that_runs_alone_is_refused_while_it_is_active_and_the_run_is_named(here: Desk) -> None:
+    run = (await post(here, "/actions/alone/runs", {"payload": {"seconds": 60}}, 202)).json()
+    problem = is_problem(await post(here, "/actions/alone/runs"), "conflict")
+    assert problem["run"] == run["id"]
+    assert str(run["id"]) in str(problem["detail"])
+    await post(here, f"/runs/{run['id']}/cancel", status=200)
+    await here.ended(run["id"])
+    await post(here, "/actions/alone/runs", {"payload": {"seconds": 0}}, 202)
+
+
+async def test_a_route_of_the_service_that_triggers_has_the_same_answers(here: Desk) -> None:
+    async def own(session: InSession, name: str, weight: str, key: str = "k") -> int:
+        return await trigger(name, {"weight": weight}, key=key, session=session)
+
+    here.running.app.post("/own")(own)
+    assert (await post(here, "/own?name=weigh&weight=3")).status_code == 200
+    problem = is_problem(await post(here, "/own?name=weigh&weight=x"), "invalid")
+    assert [each["field"] for each in problem["errors"]] == ["payload.weight"]  # type: ignore[attr-defined]
+    is_problem(await post(here, "/own?name=none-such&weight=3"), "not-found")
+    problem = is_problem(await post(here, "/own?name=weigh&weight=3&key=%0A"), "invalid")
+    assert problem["errors"] == []
+    (run_id,) = [(await post(here, "/own?name=alone&weight=3&key=a")).json()]
+    problem = is_problem(await post(here, "/own?name=alone&weight=3&key=b"), "conflict")
+    assert problem["run"] == run_id
+
+
+def test_a_status_that_a_route_raises_by_itself_has_the_general_kind() -> None:
+    assert (BY_STATUS[409].slug, BY_STATUS[422].slug) == ("conflict", "invalid")
+
+
+# -- pausing and resuming ---------------------------------------------------------------------------------------------
+
+
+async def test_while_an_action_is_paused_triggers_are_accepted_and_wait(here: Desk) -> None:
+    paused = (await post(here, "/actions/noop/pause", status=200)).json()
+    assert set(paused) == ACTION
+    assert paused["state"] == "paused"
+    run = (await post(here, "/actions/noop/runs", status=202)).json()
+    await here.run("echo")
+    looks = here.engine.lookout.looks
+    here.engine.lookout.look_now()
+    await soon(lambda: looked(here, looks + 2))
+    assert (await here.look(run["id"])).state == "pending"
+    assert (await post(here, "/actions/noop/resume", status=200)).json()["state"] == "active"
+    assert (await here.ended(run["id"])).state == "succeeded"
+
+
+async def looked(here: Desk, times: int) -> bool:
+    return here.engine.lookout.looks >= times
+
+
+async def test_pausing_again_changes_nothing(here: Desk) -> None:
+    await post(here, "/actions/noop/pause", status=200)
+    since = await here.sql("SELECT paused_at FROM actions WHERE name = 'noop'")
+    await post(here, "/actions/noop/pause", status=200)
+    assert await here.sql("SELECT paused_at FROM actions WHERE name = 'noop'") == since
+
+
+async def test_nothing_is_next_while_it_is_paused(here: Desk) -> None:
+    due = (await get(here, "/actions/seldom"))["next_run_at"]
+    assert (await post(here, "/actions/seldom/pause", status=200)).json()["next_run_at"] is None
+    assert (await post(here, "/actions/seldom/resume", status=200)).json()["next_run_at"] == due
+
+
+async def test_a_slot_during_a_pause_makes_no_run_then_or_later_and_the_next_one_keeps_its_time(here: Desk) -> None:
+    await post(here, "/actions/seldom/pause", status=200)
+    ((slot,),) = await here.sql(
+        "UPDATE actions SET next_run_at = now() - interval '3 hours' WHERE name = 'seldom' RETURNING next_run_at"
+    )
+    here.engine.scheduler.look_now()
+    await here.run("noop")
+    resumed = (await post(here, "/actions/seldom/resume", status=200)).json()
+    assert datetime.fromisoformat(resumed["next_run_at"]) == slot + timedelta(hours=10)
+    await here.run("noop")
+    assert resumed["last_run"] is None
+    assert (await get(here, "/actions/seldom"))["last_run"] is None
+
+
+async def test_resuming_what_is_not_paused_leaves_a_slot_that_is_due(here: Desk) -> None:
+    database = here.running.context.database
+    async with database.connection() as connection:
+        due = "UPDATE flotilla.actions SET next_run_at = now() WHERE name = 'seldom' RETURNING next_run_at"
+        slot = await (await connection.execute(due)).fetchone()
+        await overview.resume(connection, database.namespace, "seldom")
+        read = "SELECT next_run_at FROM flotilla.actions WHERE name = 'seldom'"
+        assert await (await connection.execute(read)).fetchone() == slot
+        await connection.rollback()
+
+
+async def test_resuming_tells_everyone_of_the_schedule_and_of_each_place_where_runs_wait(
+    here: Desk, address: str
+) -> None:
+    await post(here, "/actions/noop/pause", status=200)
+    later = datetime(2030, 1, 1, tzinfo=UTC)
+    for priority, run_at in ((5, later), (5, later - timedelta(days=1)), (0, later)):
+        await here.trigger("noop", priority=priority, run_at=run_at)
+    with psycopg.connect(address, autocommit=True) as listener:
+        listener.execute("LISTEN flotilla")
+        await post(here, "/actions/noop/resume", status=200)
+        heard = [each.payload for each in await asyncio.to_thread(lambda: list(listener.notifies(timeout=1)))]
+    number = here.engine.catalogue.id_of("noop")
+    seconds = int(later.timestamp())
+    told = {"slots:", f"runs:{number}:5:{(seconds - 86400) * 10**6}", f"runs:{number}:0:{seconds * 10**6}"}
+    assert told <= set(heard)
+
+
+async def test_a_pause_waits_for_whoever_is_scheduling_a_slot_of_it(here: Desk, address: str) -> None:
+    """Otherwise its run could appear after the pause was answered."""
+    with psycopg.connect(address) as scheduling:
+        lock = Lock.ACTION.key(here.engine.catalogue.id_of("seldom"))
+        scheduling.execute(here.running.context.database.namespace.sql(overview.HOLD_SLOTS), {"lock": lock})
+        pausing = asyncio.create_task(post(here, "/actions/seldom/pause", status=200))
+        waits = "SELECT true FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted"
+        await soon(lambda: here.sql(waits, lock))
+        assert not pausing.done()
+        scheduling.commit()
+    assert (await pausing).json()["state"] == "paused"
+
+
+# -- who may ----------------------------------------------------------------------------------------------------------
+
+
+async def test_seeing_needs_read_and_changing_needs_operate(address: str) -> None:
+    keys = {scope: make_key(scope, scope) for scope in ("read", "operate")}
+    lines = ",".join(line for _, line in keys.values())
+    async with desk(address, actions=MODULES, api_keys=lines) as here:
+        reader, operator = ({"x-api-key": key} for key, _ in keys.values())
+        for path in ("/actions", "/actions/noop", "/runs", "/runs/1"):
+            is_problem(await here.running.client.get(path), "unauthorized")
+            assert (await here.running.client.get(path, headers=reader)).status_code in {200, 404}
+        for path in ("/actions/noop/runs", "/actions/noop/pause", "/actions/noop/resume", "/runs:batch"):
+            is_problem(await post(here, path), "unauthorized")
+            is_problem(await post(here, path, headers=reader), "forbidden")
+        for path in ("/runs/1/cancel", "/runs/1/retry"):
+            is_problem(await post(here, path, headers=reader), "forbidden")
+        await post(here, "/actions/noop/runs", headers=operator, status=202)

@@ -1,0 +1,251 @@
+"""A request that is sent again is not done again: by its `Idempotency-Key`, or by the key of its run."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from app.fleet.engine.trigger import TRY_KEY
+from app.fleet.http import idempotency
+from tests.integration.test_actions_http import get, post, runs_there_are
+from tests.integration.test_edge import is_problem
+from tests.support.runs import Desk, desk, soon
+
+pytestmark = pytest.mark.anyio
+
+SENT = {"idempotency-key": "order-17"}
+PARCEL = {"payload": {"weight": 3}}
+BATCH: dict[str, Any] = {"runs": [{"action": "echo", "payload": {"n": n}} for n in range(5)]}
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine, a request gets its turn."""
+    monkeypatch.setattr(idempotency, "PATIENCE", 60)
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address) as own:
+        yield own
+
+
+def hold(here: Desk, session: psycopg.Connection[Any], key: str) -> None:
+    """Be a request with this key that is being worked on."""
+    taken = session.execute(here.running.context.database.namespace.sql(TRY_KEY), {"key": key}).fetchone()
+    assert taken == (True,)
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_request_again_has_the_same_run_as_it_is_now(here: Desk) -> None:
+    first = await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
+    await here.ended(first.json()["id"])
+    again = await post(here, "/actions/weigh/runs", PARCEL, 200, headers=SENT)
+    assert again.headers["location"] == first.headers["location"]
+    assert again.json() == await get(here, f"/runs/{first.json()['id']}")
+    assert (again.json()["state"], again.json()["result"]) == ("succeeded", 3)
+    assert await runs_there_are(here) == 1
+
+
+async def test_a_key_in_the_body_does_the_same(here: Desk) -> None:
+    first = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "k"}, 202)).json()
+    again = (await post(here, "/actions/weigh/runs", {"payload": {"weight": 4}, "key": "k"}, 200)).json()
+    assert (again["id"], again["payload"]["weight"]) == (first["id"], 3)
+
+
+async def test_without_a_key_each_request_is_a_run_of_its_own(here: Desk) -> None:
+    made = {(await post(here, "/actions/weigh/runs", PARCEL, 202)).json()["id"] for _ in range(2)}
+    assert len(made) == 2
+
+
+@pytest.mark.usefixtures("patient")
+async def test_many_at_the_same_moment_are_one_run(here: Desk) -> None:
+    for given in ({"headers": SENT}, {"body": PARCEL | {"key": "k"}}):
+        answers = await asyncio.gather(
+            *(post(here, "/actions/weigh/runs", **{"body": PARCEL, **given}) for _ in range(20))  # type: ignore[arg-type]
+        )
+        assert sorted(answer.status_code for answer in answers) == [200] * 19 + [202]
+        assert len({answer.json()["id"] for answer in answers}) == 1
+
+
+async def test_another_body_under_the_same_key_is_refused(here: Desk) -> None:
+    await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
+    for body in ({"payload": {"weight": 4}}, PARCEL | {"priority": 1}, PARCEL | {"run_at": "2030-01-01T00:00:00Z"}):
+        problem = is_problem(await post(here, "/actions/weigh/runs", body, headers=SENT), "key-reused")
+        assert "new key" in str(problem["detail"])
+    assert await runs_there_are(here) == 1
+
+
+async def test_the_same_wish_written_differently_is_the_same_request(here: Desk) -> None:
+    send = here.running.client.post
+    headers = SENT | {"content-type": "application/json"}
+    for status, content in (
+        (202, b'{"payload": {"a": 1, "b": 2}, "run_at": "2030-01-01T12:00:00+01:00"}'),
+        (200, b'{"run_at":"2030-01-01T11:00:00Z","payload":{"b":2,"a":1},"key":null}'),
+    ):
+        assert (await send("/actions/echo/runs", content=content, headers=headers)).status_code == status
+
+
+async def test_no_body_is_an_empty_one(here: Desk) -> None:
+    first = await here.running.client.post("/actions/noop/runs", headers=SENT)
+    again = await post(here, "/actions/noop/runs", {}, 200, headers=SENT)
+    assert again.json()["id"] == first.json()["id"]
+
+
+async def test_the_bodys_key_says_more_than_the_headers(here: Desk) -> None:
+    first = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "a"}, 202, headers=SENT)).json()
+    second = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "b"}, 202, headers=SENT)).json()
+    again = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "a"}, 200)).json()
+    assert first["id"] == again["id"] != second["id"]
+
+
+async def test_a_key_is_one_actions(here: Desk) -> None:
+    await post(here, "/actions/noop/runs", {}, 202, headers=SENT)
+    await post(here, "/actions/echo/runs", {}, 202, headers=SENT)
+
+
+async def test_a_key_that_is_none_is_refused(here: Desk) -> None:
+    for key in ("", "k" * 201, "a\tb"):
+        for path, body in (("/actions/noop/runs", {}), ("/runs:batch", BATCH)):
+            problem = is_problem(await post(here, path, body, headers={"idempotency-key": key}), "invalid")
+            assert "Idempotency-Key" in str(problem["detail"])
+    await post(here, "/actions/noop/runs", {}, 202, headers={"idempotency-key": "k" * 200})
+    await post(here, "/runs:batch", BATCH, 202, headers={"idempotency-key": "k" * 200})
+
+
+async def test_an_active_run_that_is_asked_for_again_is_no_conflict(here: Desk) -> None:
+    body = {"payload": {"seconds": 60}}
+    run = (await post(here, "/actions/alone/runs", body, 202, headers=SENT)).json()
+    assert (await post(here, "/actions/alone/runs", body, 200, headers=SENT)).json()["id"] == run["id"]
+    is_problem(await post(here, "/actions/alone/runs", body, headers={"idempotency-key": "another"}), "conflict")
+    await post(here, f"/runs/{run['id']}/cancel", status=200)
+
+
+async def test_a_request_that_was_refused_does_not_use_up_its_key(here: Desk) -> None:
+    is_problem(await post(here, "/actions/weigh/runs", {"payload": {}}, headers=SENT), "invalid")
+    await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
+
+
+async def test_the_key_and_the_run_are_written_together_or_not_at_all(here: Desk) -> None:
+    """What fails after the key was taken takes the key back."""
+    await here.sql("ALTER TABLE runs ADD CONSTRAINT refused CHECK (priority <> 13)")
+    body = PARCEL | {"priority": 13}
+    assert (await post(here, "/actions/weigh/runs", body, headers=SENT)).status_code == 500
+    assert await here.sql("SELECT * FROM run_keys") == []
+    await here.sql("ALTER TABLE runs DROP CONSTRAINT refused")
+    await post(here, "/actions/weigh/runs", body, 202, headers=SENT)
+    assert len(await here.sql("SELECT * FROM run_keys")) == 1 == await runs_there_are(here)
+
+
+# -- in flight --------------------------------------------------------------------------------------------------------
+
+
+async def test_while_the_first_is_worked_on_the_second_waits_a_moment_and_is_told_to_ask_again(
+    here: Desk, address: str
+) -> None:
+    with psycopg.connect(address) as other:
+        hold(here, other, "weigh:order-17")
+        began = time.monotonic()
+        refused = await post(here, "/actions/weigh/runs", PARCEL, headers=SENT)
+        assert time.monotonic() - began >= idempotency.PATIENCE
+        is_problem(refused, "key-in-flight")
+        assert refused.headers["retry-after"] == "1"
+        assert await runs_there_are(here) == 0
+    await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_if_the_first_ends_in_time_the_second_has_its_answer(here: Desk, address: str) -> None:
+    first = (await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)).json()
+    with psycopg.connect(address) as other:
+        hold(here, other, "weigh:order-17")
+        tries = asked(here)
+        waiting = asyncio.create_task(post(here, "/actions/weigh/runs", PARCEL, 200, headers=SENT))
+        await soon(lambda: at_least(here, tries + 3))
+        assert not waiting.done()
+        other.rollback()
+    assert (await waiting).json()["id"] == first["id"]
+
+
+@pytest.mark.usefixtures("patient")
+async def test_requests_that_wait_keep_no_connections(address: str) -> None:
+    async with desk(address, pool_min=1, pool_max=5, pool_timeout=5) as here:
+        with psycopg.connect(address) as other:
+            hold(here, other, "weigh:order-17")
+            tries = asked(here)
+            waiting = [asyncio.create_task(post(here, "/actions/weigh/runs", PARCEL, headers=SENT)) for _ in range(20)]
+            await soon(lambda: at_least(here, tries + 40))
+            await post(here, "/actions/echo/runs", status=202)
+            other.rollback()
+        answers = await asyncio.gather(*waiting)
+        assert len({answer.json()["id"] for answer in answers}) == 1
+
+
+def asked(here: Desk) -> int:
+    """How often a connection has been borrowed."""
+    return here.running.context.database.figures()["requests_num"]
+
+
+async def at_least(here: Desk, times: int) -> bool:
+    return asked(here) >= times
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_that_is_sent_again_is_the_same_runs_in_the_same_order(here: Desk) -> None:
+    first = (await post(here, "/runs:batch", BATCH, 202, headers=SENT)).json()["runs"]
+    for run in first:
+        await here.ended(run["id"])
+    again = (await post(here, "/runs:batch", BATCH, 200, headers=SENT)).json()["runs"]
+    assert [run["id"] for run in again] == [run["id"] for run in first]
+    assert [run["result"] for run in again] == [{"n": n} for n in range(5)]
+    assert await runs_there_are(here) == 5
+
+
+@pytest.mark.usefixtures("patient")
+async def test_the_same_batch_at_the_same_moment_is_the_same_runs(here: Desk) -> None:
+    answers = await asyncio.gather(*(post(here, "/runs:batch", BATCH, headers=SENT) for _ in range(10)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 9 + [202]
+    assert len({tuple(run["id"] for run in answer.json()["runs"]) for answer in answers}) == 1
+
+
+async def test_another_batch_under_the_same_key_is_refused_whatever_is_different(here: Desk) -> None:
+    await post(here, "/runs:batch", BATCH, 202, headers=SENT)
+    runs = BATCH["runs"]
+    others = [
+        runs[:-1],
+        [*runs, {"action": "noop"}],
+        runs[::-1],
+        [{"action": "noop"}],
+        [{"action": "noop", "key": "k"}],
+    ]
+    for other in others:
+        is_problem(await post(here, "/runs:batch", {"runs": other}, headers=SENT), "key-reused")
+    assert await runs_there_are(here) == 5
+
+
+async def test_a_run_with_a_key_of_its_own_keeps_it_in_a_batch(here: Desk) -> None:
+    single = (await post(here, "/actions/echo/runs", {"key": "mine"}, 202)).json()
+    orders = {"runs": [{"action": "echo", "key": "mine"}, {"action": "echo"}]}
+    first = (await post(here, "/runs:batch", orders, 202, headers=SENT)).json()["runs"]
+    assert first[0]["id"] == single["id"] != first[1]["id"]
+    again = (await post(here, "/runs:batch", orders, 200, headers=SENT)).json()["runs"]
+    assert [run["id"] for run in again] == [run["id"] for run in first]
+
+
+async def test_a_batch_in_flight_is_told_to_ask_again(here: Desk, address: str) -> None:
+    with psycopg.connect(address) as other:
+        hold(here, other, "runs:batch:order-17")
+        is_problem(await post(here, "/runs:batch", BATCH, headers=SENT), "key-in-flight")
+
+
+async def test_what_is_remembered_of_a_batch_goes_with_its_first_run(here: Desk) -> None:
+    first = (await post(here, "/runs:batch", BATCH, 202, headers=SENT)).json()["runs"][0]
+    remembered = await here.sql("SELECT run_id FROM run_keys WHERE action_id = 0")
+    assert remembered == [(first["id"],)]

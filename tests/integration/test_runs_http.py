@@ -1,0 +1,283 @@
+"""Runs over HTTP: many at once or none, page by page, one by one, and what an operator may do to them."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.integration.test_actions_http import RUN, get, post, runs_there_are
+from tests.integration.test_edge import is_problem
+from tests.support.runs import Desk, desk
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address) as own:
+        yield own
+
+
+async def ids(here: Desk, query: str) -> list[int]:
+    return [run["id"] for run in (await get(here, f"/runs?{query}"))["items"]]
+
+
+# -- many at once -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_is_answered_with_its_runs_in_the_same_order(here: Desk) -> None:
+    orders: list[dict[str, Any]] = [
+        {"action": "echo", "payload": {"n": 0}},
+        {"action": "weigh", "payload": {"weight": 1}, "key": "mine"},
+        {"action": "echo", "payload": {"n": 2}, "priority": 9, "run_at": "2020-01-01T00:00:00Z"},
+        {"action": "alone", "payload": {"seconds": 0}},
+    ]
+    answer = await post(here, "/runs:batch", {"runs": orders}, 202)
+    runs = answer.json()["runs"]
+    assert all(set(run) == RUN and run["trigger"] == "api" for run in runs)
+    assert [run["action"] for run in runs] == ["echo", "weigh", "echo", "alone"]
+    assert [run["payload"].get("n") for run in runs] == [0, None, 2, None]
+    assert [(await here.ended(run["id"])).state for run in runs] == ["succeeded"] * 4
+
+
+async def test_a_thousand_at_once_are_all_there_and_one_more_are_refused_whole(here: Desk) -> None:
+    await post(here, "/actions/noop/pause", status=200)
+    orders = [{"action": "noop"}] * 1000
+    runs = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
+    assert len({run["id"] for run in runs}) == 1000 == await runs_there_are(here)
+    for refused in ([*orders, {"action": "noop"}], []):
+        problem = is_problem(await post(here, "/runs:batch", {"runs": refused}), "invalid")
+        assert [each["field"] for each in problem["errors"]] == ["runs"]  # type: ignore[attr-defined]
+    assert await runs_there_are(here) == 1000
+
+
+async def test_a_batch_over_the_body_limit_is_refused_whole(address: str) -> None:
+    async with desk(address, max_body=2048) as here:
+        orders = [{"action": "echo", "payload": {"text": "x" * 100}}] * 20
+        is_problem(await post(here, "/runs:batch", {"runs": orders}), "payload-too-large")
+        assert await runs_there_are(here) == 0
+
+
+async def test_one_wrong_run_refuses_the_batch_and_each_wrong_field_is_named_with_its_place(here: Desk) -> None:
+    good = {"action": "weigh", "payload": {"weight": 1}}
+    orders = [good, {"action": "weigh", "payload": {}}, good, {"action": "weigh", "payload": {"weight": "s3cret"}}]
+    answer = await post(here, "/runs:batch", {"runs": orders})
+    problem = is_problem(answer, "invalid")
+    fields = [each["field"] for each in problem["errors"]]  # type: ignore[attr-defined]
+    assert fields == ["runs.1.payload.weight", "runs.3.payload.weight"]
+    assert "runs.3.payload.weight" in str(problem["detail"])
+    assert "s3cret" not in answer.text
+    for field, value in (("priority", 5000), ("run_at", "soon"), ("key", ""), ("paylod", {})):
+        orders = [good, {"action": "noop", field: value}]
+        problem = is_problem(await post(here, "/runs:batch", {"runs": orders}), "invalid")
+        assert [each["field"] for each in problem["errors"]] == [f"runs.1.{field}"]  # type: ignore[attr-defined]
+    problem = is_problem(await post(here, "/runs:batch", {"runs": [{}]}), "invalid")
+    assert [each["field"] for each in problem["errors"]] == ["runs.0.action"]  # type: ignore[attr-defined]
+    assert await runs_there_are(here) == 0
+
+
+async def test_an_unknown_action_refuses_the_batch_and_is_named_with_its_place(here: Desk) -> None:
+    orders = [{"action": "noop"}, {"action": "none-such"}, {"action": "weigh", "payload": {}}]
+    problem = is_problem(await post(here, "/runs:batch", {"runs": orders}), "not-found")
+    assert problem["errors"] == [{"field": "runs.1.action", "message": "there is no action 'none-such'"}]
+    assert await runs_there_are(here) == 0
+
+
+async def test_an_action_that_runs_alone_refuses_the_batch_while_it_is_active(here: Desk) -> None:
+    active = await here.trigger("alone", {"seconds": 60})
+    before = await runs_there_are(here)
+    problem = is_problem(
+        await post(here, "/runs:batch", {"runs": [{"action": "noop"}, {"action": "alone"}]}), "conflict"
+    )
+    assert problem["run"] == active
+    assert await runs_there_are(here) == before
+    await post(here, f"/runs/{active}/cancel", status=200)
+
+
+async def test_a_key_that_stands_in_a_batch_twice_is_one_run(here: Desk) -> None:
+    orders = [{"action": "noop", "key": "k"}, {"action": "echo", "key": "k"}, {"action": "noop", "key": "k"}]
+    first, second, third = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
+    assert first == third
+    assert first["id"] != second["id"]
+
+
+async def test_a_batch_whose_keys_have_all_made_runs_is_those_runs_as_they_are_now(here: Desk) -> None:
+    orders = [{"action": "echo", "payload": {"n": n}, "key": f"k{n}"} for n in range(3)]
+    made = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
+    for run in made:
+        await here.ended(run["id"])
+    again = (await post(here, "/runs:batch", {"runs": orders[::-1]}, 200)).json()["runs"]
+    assert [run["id"] for run in again] == [run["id"] for run in made[::-1]]
+    assert [run["result"] for run in again] == [{"n": 2}, {"n": 1}, {"n": 0}]
+    await post(here, "/runs:batch", {"runs": [*orders, {"action": "noop"}]}, 202)
+
+
+async def test_a_batch_takes_about_as_long_as_its_one_statement(here: Desk) -> None:
+    """A generous bound: thousands of runs a second on any machine; `make bench` has the figure."""
+    await post(here, "/actions/noop/pause", status=200)
+    body = {"runs": [{"action": "noop", "payload": {"n": n}} for n in range(1000)]}
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        await post(here, "/runs:batch", body, 202)
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.5
+
+
+# -- seeing them ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_run_is_shown_with_the_promised_fields_and_no_others(here: Desk) -> None:
+    ended = await here.run("weigh", {"weight": 3})
+    run = await get(here, f"/runs/{ended.id}")
+    assert set(run) == RUN
+    me = (await get(here, "/health/instances"))["self"]
+    assert (run["state"], run["result"], run["attempt"], run["instance"]) == ("succeeded", 3, 1, me)
+    assert run["created_at"] <= run["started_at"] <= run["finished_at"]
+
+
+async def test_a_failed_run_says_why(here: Desk) -> None:
+    ended = await here.run("give-up")
+    run = await get(here, f"/runs/{ended.id}")
+    assert run["state"] == "failed"
+    assert "there is no such parcel" in run["error"]
+
+
+async def test_an_id_that_is_none_is_400_and_one_that_nobody_has_is_404(here: Desk) -> None:
+    for path in ("/runs/{}", "/runs/{}/cancel", "/runs/{}/retry"):
+        method = "GET" if path == "/runs/{}" else "POST"
+        for malformed in ("x", "-1", "1.0", "0x1", "%D9%A1", "1%20", "1e3"):
+            is_problem(await here.running.client.request(method, path.format(malformed)), "bad-request")
+        for unknown in (0, 4711, 2**63 - 1, 2**63, "9" * 5000):
+            is_problem(await here.running.client.request(method, path.format(unknown)), "not-found")
+
+
+async def test_pages_go_from_the_newest_to_the_oldest_without_repeating_or_leaving_out(here: Desk) -> None:
+    await post(here, "/actions/echo/pause", status=200)
+    made = [(await here.run("noop")).id if n % 2 else await here.trigger("echo") for n in range(7)]
+    seen: list[int] = []
+    query = "limit=3"
+    for expected in (3, 3, 1):
+        page = await get(here, f"/runs?{query}")
+        assert len(page["items"]) == expected
+        assert all(set(run) == RUN for run in page["items"])
+        seen += [run["id"] for run in page["items"]]
+        query = f"limit=3&cursor={page['next_cursor']}"
+        await here.trigger("echo")
+    assert seen == made[::-1]
+    assert page["next_cursor"] is None
+
+
+async def test_the_last_page_has_no_cursor_even_if_it_is_full(here: Desk) -> None:
+    await here.trigger_all([])
+    for _ in range(4):
+        await here.run("noop")
+    first = await get(here, "/runs?limit=2")
+    assert first["next_cursor"] is not None
+    assert (await get(here, f"/runs?limit=2&cursor={first['next_cursor']}"))["next_cursor"] is None
+
+
+async def test_no_runs_are_an_empty_page(here: Desk) -> None:
+    assert await get(here, "/runs") == {"items": [], "next_cursor": None}
+
+
+async def test_runs_are_found_by_action_and_by_state(here: Desk) -> None:
+    good, bad = (await here.run("noop")).id, (await here.run("give-up")).id
+    await post(here, "/actions/noop/pause", status=200)
+    waiting = await here.trigger("noop")
+    cancelled = await here.trigger("noop")
+    await post(here, f"/runs/{cancelled}/cancel", status=200)
+    assert await ids(here, "action=noop") == [cancelled, waiting, good]
+    assert await ids(here, "action=noop&state=succeeded") == [good]
+    assert await ids(here, "state=failed") == [bad]
+    assert await ids(here, "state=pending") == [waiting]
+    assert await ids(here, "state=running") == []
+    assert await ids(here, "state=pending,failed") == await ids(here, "state=failed&state=pending") == [waiting, bad]
+    assert await ids(here, "state=pending,running,succeeded,failed,cancelled") == [cancelled, waiting, bad, good]
+    assert await ids(here, "action=echo") == []
+
+
+async def test_a_page_has_fifty_runs_unless_asked_for_and_never_more_than_five_hundred(here: Desk) -> None:
+    await post(here, "/actions/noop/pause", status=200)
+    await post(here, "/runs:batch", {"runs": [{"action": "noop"}] * 501}, 202)
+    assert len(await ids(here, "")) == 50
+    assert len(await ids(here, "limit=500")) == 500
+    for limit in ("0", "501", "-1", "many", ""):
+        problem = is_problem(await here.running.client.get(f"/runs?limit={limit}"), "invalid")
+        assert [each["field"] for each in problem["errors"]] == ["query.limit"]  # type: ignore[attr-defined]
+
+
+async def test_what_cannot_be_listed_is_refused(here: Desk) -> None:
+    for state in ("done", "pending,done", "", "PENDING"):
+        problem = is_problem(await here.running.client.get(f"/runs?state={state}"), "invalid")
+        assert [each["field"] for each in problem["errors"]] == ["query.state"]  # type: ignore[attr-defined]
+    is_problem(await here.running.client.get("/runs?action=none-such"), "not-found")
+    foreign = ("", "x", "17", "YmVmb3JlIHg", "YmVmb3JlIDk5OTk5OTk5OTk5OTk5OTk5OTk", "%00", "%C3%BC")
+    for cursor in foreign:
+        is_problem(await here.running.client.get(f"/runs?cursor={cursor}"), "bad-request")
+
+
+async def test_runs_that_went_wrong_are_found_by_their_index(here: Desk) -> None:
+    """One failure in a long history of a busy action: reading the history back to it would take seconds."""
+    await here.sql(
+        """
+        INSERT INTO finished_runs (id, action_id, state, priority, run_at, token, attempt, max_attempts, trigger,
+                                   events, created_at, finished_at, expires_at)
+        SELECT i, a.id, CASE WHEN i = 1 THEN 'failed' ELSE 'succeeded' END, 0, now(), 1, 1, 1, 'api', 0, now(), now(),
+               now() + interval '1 day'
+        FROM generate_series(1, 30000) AS i, actions AS a
+        WHERE a.name = 'noop'
+        """
+    )
+    await here.sql("ANALYZE finished_runs")
+    before = await history_read(here)
+    assert await ids(here, "action=noop&state=failed") == [1]
+    assert await history_read(here) - before < 1000
+
+
+async def history_read(here: Desk) -> int:
+    """How many rows of the history have been read, by all sessions so far."""
+    await here.sql("SELECT pg_stat_force_next_flush()")
+    ((read,),) = await here.sql(
+        "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables WHERE relname = 'finished_runs'"
+    )
+    return int(read)
+
+
+# -- cancelling and trying again --------------------------------------------------------------------------------------
+
+
+async def test_a_run_that_waits_is_cancelled_at_once(here: Desk) -> None:
+    await post(here, "/actions/noop/pause", status=200)
+    waiting = await here.trigger("noop")
+    run = (await post(here, f"/runs/{waiting}/cancel", status=200)).json()
+    assert (run["id"], run["state"]) == (waiting, "cancelled")
+    assert run == await get(here, f"/runs/{waiting}")
+
+
+async def test_a_run_that_runs_is_told(here: Desk) -> None:
+    running = await here.trigger("nap", {"seconds": 60})
+    await here.until(running, "running")
+    run = (await post(here, f"/runs/{running}/cancel", status=200)).json()
+    assert run["id"] == running
+    assert (await here.ended(running)).state == "cancelled"
+
+
+async def test_what_has_ended_cannot_be_cancelled(here: Desk) -> None:
+    ended = await here.run("noop")
+    problem = is_problem(await post(here, f"/runs/{ended.id}/cancel"), "conflict")
+    assert "succeeded" in str(problem["detail"])
+
+
+async def test_what_failed_is_tried_again_as_the_same_run(here: Desk) -> None:
+    failed = await here.run("give-up")
+    run = (await post(here, f"/runs/{failed.id}/retry", status=200)).json()
+    assert (run["id"], run["state"], run["attempt"]) == (failed.id, "pending", 0)
+    assert (await here.ended(failed.id)).state == "failed"
+
+
+async def test_what_succeeded_is_not_tried_again(here: Desk) -> None:
+    ended = await here.run("noop")
+    problem = is_problem(await post(here, f"/runs/{ended.id}/retry"), "conflict")
+    assert "succeeded" in str(problem["detail"])
