@@ -118,6 +118,8 @@ async def test_effects_and_completion_commit_together(here: Desk) -> None:
         run = await here.run(name)
         assert (run.state, run.attempt) == ("succeeded", 1)
         assert await here.sql("SELECT count(*) FROM effects WHERE run_id = %s", run.id) == [(1,)]
+    assert await here.sql("SELECT seq, kind FROM run_events") == [(1, "noting")], "said before the end, so kept"
+    assert not here.engine.executor.ledger.fenced
 
 
 async def test_effects_are_not_there_if_the_completion_is_not(here: Desk) -> None:

@@ -6,8 +6,10 @@ from datetime import UTC, datetime, timedelta
 import psycopg
 import pytest
 
+from app.fleet.cluster.registry import Register
+from app.fleet.engine.recovery import TakeBack
 from app.fleet.engine.trigger import Order
-from tests.support.table import Claiming, declare, table
+from tests.support.table import NAMESPACE, Claiming, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -81,12 +83,18 @@ async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(
     async with table(address, declare()) as here:
         await here.trigger(Order("tick"))
         one = await here.instance("one")
-        with psycopg.connect(address) as claim, psycopg.connect(address) as death:
-            claim.execute("SELECT FROM flotilla.instances WHERE id = %s FOR KEY SHARE", [one.identity.id])
-            lock = "SELECT id FROM flotilla.instances WHERE id = %s FOR UPDATE SKIP LOCKED"
-            assert death.execute(lock, [one.identity.id]).fetchall() == []
-            claim.commit()
-            assert death.execute(lock, [one.identity.id]).fetchall() == [(one.identity.id,)]
+        register = Register(NAMESPACE, [TakeBack(NAMESPACE)])
+        async with here.database.connection() as connection:
+            now = asyncio.get_running_loop().time()
+            one.claimant.ready.tell(here.catalogue.id_of("tick"), 0, datetime(2020, 1, 1, tzinfo=UTC), now)
+            due = one.claimant.ready.due(now)
+            assert len(await one.claimant.claim(connection, one.identity, due, 1, now)) == 1
+            # Not committed yet.
+            with psycopg.connect(address, autocommit=True) as leader:
+                assert register.declare_gone(leader, one.identity.id, "it looks dead") is None
+        with psycopg.connect(address, autocommit=True) as leader:
+            assert register.declare_gone(leader, one.identity.id, "it looks dead") == "one"
+        assert await here.sql("SELECT state, deaths FROM runs") == [("pending", 1)]
 
 
 @pytest.mark.parametrize("limit", [1, 3])

@@ -98,6 +98,19 @@ async def test_a_scheduler_that_dies_before_its_commit_has_done_nothing(address:
         assert await here.slots() == [slot]
 
 
+async def test_a_schedule_that_changed_meanwhile_is_not_overwritten(address: str) -> None:
+    """Between the second look and the move, somebody synchronised another schedule, or resumed the action."""
+    async with table(address, declare(every="1h")) as here:
+        scheduler = await here.scheduler()
+        slot = await here.due()
+        elsewhen = slot + timedelta(days=1)
+        due = [(here.catalogue.id_of("tick"), "every 1h", "once", "allow", slot, slot)]
+        await here.sql("UPDATE actions SET next_run_at = %s RETURNING 1", elsewhen)
+        async with here.database.connection() as connection:
+            await scheduler._insert(connection, due)
+        assert await here.next_slot() == elsewhen
+
+
 # -- options ----------------------------------------------------------------------------------------------------------
 
 

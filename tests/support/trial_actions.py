@@ -133,6 +133,7 @@ async def rated(_: Run) -> None: ...
 @action("note")
 async def note(run: Run) -> None:
     """Leave an effect in the transaction that completes the run."""
+    await run.emit("noting")
     await asyncio.sleep(run.payload.get("seconds", 0))
     async with run.commit({"noted": True}) as transaction:
         await transaction.execute(EFFECT, effect(run, "committed"))
