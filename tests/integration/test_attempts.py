@@ -193,3 +193,9 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
     assert "refused by PostgreSQL" in (ended[7].error or "")
     await asyncio.sleep(0)
     assert here.engine.executor.room == 100
+
+
+async def test_whatever_an_attempt_logs_says_which_run_it_was(here: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    run = await here.run("talk")
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "the parcel is heavy" in line]
+    assert f"request_id=run/{run.id}" in line

@@ -5,6 +5,7 @@ What they do is written into `public.effects`, which a test makes when it wants 
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -190,3 +191,8 @@ async def late(run: Run) -> str:
         async with run.commit("late") as last:
             await last.execute(EFFECT, effect(run, "late"))
     return "late"
+
+
+@action("talk")
+async def talk(_: Run) -> None:
+    logging.getLogger("trial").warning("the parcel is heavy")

@@ -44,7 +44,7 @@ from app.fleet.errors import DatabaseError, Fenced, GiveUp, NotJson, PayloadInva
 from app.fleet.phase import Course
 from app.fleet.service import Service
 from app.fleet.settings import FleetSettings
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import events, request_id
 
 BATCH = 500
 # The first claim after a pause takes few, so that a handful of runs is shared; each one that finds more takes more.
@@ -72,6 +72,7 @@ class Executor(Service):
         self.claimed = 0
         self._concurrency = settings.concurrency
         self._pause_timeout = settings.pause_timeout
+        self._hurry = min(HURRY, settings.pause_timeout / 2)
         self._database = database
         self._member = member
         self._catalogue = catalogue
@@ -151,14 +152,14 @@ class Executor(Service):
     async def _pause(self) -> None:
         """Let attempts finish or take a checkpoint, then give back what is left."""
         self.ledger.stopping.set()
-        await self._until_ended(self._pause_timeout - HURRY)
+        await self._until_ended(self._pause_timeout - self._hurry)
         for run in list(self._running.values()):
             self._end(run, "paused")
-        await self._until_ended(HURRY / 3)
+        await self._until_ended(self._hurry / 3)
         for run in list(self._running.values()):
             self._abandon(run)
         try:
-            await asyncio.wait_for(self.ledger.empty(), HURRY / 2)
+            await asyncio.wait_for(self.ledger.empty(), self._hurry / 2)
         except TimeoutError:
             # The death of this instance's row gives back what could not be written.
             log.warning("executor.unwritten", runs=len(self._owned))
@@ -232,6 +233,8 @@ class Executor(Service):
     # -- one attempt --------------------------------------------------------------------------------------------------
 
     async def _attempt(self, run: Run[Any], action: Action[Any]) -> None:
+        # On every line that it logs.
+        request_id.set(f"run/{run.id}")
         try:
             if not action.plain:
                 run.payload  # noqa: B018 — it is checked before the action sees anything

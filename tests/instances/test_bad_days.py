@@ -1,0 +1,114 @@
+"""Actions that misbehave, releases that differ: what goes wrong stays where it is, and says so."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.fleet import Fleet, environment, run
+from tests.support.postgres import eventually
+
+TRIAL = "tests.support.trial_actions"
+
+
+@pytest.fixture
+def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(address, tmp_path, FLOTILLA_ACTIONS=TRIAL) as own:
+        yield own
+
+
+WRONG = {
+    "cron": '@action("ship-it", cron="61 * * * *")',
+    "zone": '@action("ship-it", cron="0 9 * * *", timezone="Europe/Atlantis")',
+    "option": '@action("ship-it", overlap="never")',
+    "twice": '@action("ship-it")\nasync def first(_: Run) -> None: ...\n\n@action("ship-it")',
+}
+SAID = {
+    "cron": "the cron expression '61 * * * *' is not valid: Bad minute",
+    "zone": "there is no time zone 'Europe/Atlantis'",
+    "option": "`overlap` is 'never', and must be one of 'skip', 'queue', 'allow'",
+    "twice": "two actions are called 'ship-it': wrong_actions.first and wrong_actions.ship",
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_with_an_action_declared_wrongly_the_service_does_not_start_and_says_which(
+    address: str, tmp_path: Path, mistake: str
+) -> None:
+    declared = f"from app.fleet import Run, action\n\n{WRONG[mistake]}\nasync def ship(_: Run) -> None: ...\n"
+    (tmp_path / "wrong_actions.py").write_text(declared)
+    done = run("serve", "--port", "0", address=address, env={"FLOTILLA_ACTIONS": "wrong_actions"}, cwd=tmp_path)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert SAID[mistake] in said
+    assert "'ship-it'" in said
+    assert "Traceback" not in said
+    assert environment(address, {})["FLOTILLA_LOG_FORMAT"] == "json"
+
+
+def test_a_run_that_blocks_its_instance_is_ended_by_another(fleet: Fleet) -> None:
+    (blocked,) = fleet.start()
+    run_id = blocked.trigger("block", {"seconds": 120})["id"]
+    eventually(lambda: blocked.lines("run.blocks_loop"))
+    (other,) = fleet.start()
+    ended = other.ended(run_id, within=40)
+    assert ended["state"] == "failed"
+    assert "exceeded its deadline, and its instance flotilla-1 did not end it" in ended["error"]
+    (line,) = blocked.lines("run.blocks_loop")
+    assert "trial_actions.py" in line["where"]
+    assert other.ended(other.trigger("echo")["id"])["state"] == "succeeded"
+
+
+def test_runs_that_raise_quit_hang_and_return_nonsense_disturb_nobody(fleet: Fleet) -> None:
+    (ship,) = fleet.start()
+    bad = ["fail", "quit", "hang", "deaf", "deaf-thread", "not-json", "give-up"]
+    ids = ship.trigger_all([{"action": name} for name in bad for _ in range(5)])
+    good = ship.trigger_all([{"action": "echo", "payload": {"n": n}} for n in range(100)])
+    assert {ship.ended(run_id)["state"] for run_id in good} == {"succeeded"}
+    assert {ship.ended(run_id, within=30)["state"] for run_id in ids} == {"failed"}
+    assert ship.status() == 200
+    ship.terminate()
+    assert ship.wait_exit() in {0, -15}, "attempts that never end do not keep the process"
+
+
+def test_an_action_is_only_claimed_where_it_exists(fleet: Fleet) -> None:
+    (older,) = fleet.start(FLOTILLA_ACTIONS="tests.support.trial_schedules")
+    (newer,) = fleet.start()
+    ids = newer.trigger_all([{"action": "nap", "payload": {"seconds": 0.01}}] * 200)
+    assert {newer.ended(run_id)["instance"] for run_id in ids} == {newer.me()["name"]}
+    refused = older.client.post("/actions/nap/runs")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+    assert older.client.get("/actions/nap").json()["standby"] == [newer.me()["name"]]
+
+    waiting = newer.trigger("nap", {"seconds": 0}, run_at="2020-01-01T00:00:00Z")
+    newer.kill()
+    eventually(lambda: older.run(waiting["id"])["state"] in {"pending", "succeeded"})
+    (again,) = fleet.start()
+    assert again.ended(waiting["id"])["state"] == "succeeded"
+
+
+def test_a_paused_action_takes_triggers_and_runs_none_until_it_is_resumed_anywhere(fleet: Fleet) -> None:
+    one, two = fleet.start(2)
+    assert one.client.post("/actions/echo/pause").json()["state"] == "paused"
+    ids = two.trigger_all([{"action": "echo"}] * 20)
+    after = two.trigger("noop")["id"]
+    assert two.ended(after)["state"] == "succeeded"
+    assert {one.run(run_id)["state"] for run_id in ids} == {"pending"}
+    assert two.client.post("/actions/echo/resume").json()["state"] == "active"
+    assert {one.ended(run_id)["state"] for run_id in ids} == {"succeeded"}
+
+
+def test_a_run_is_cancelled_from_any_instance(fleet: Fleet) -> None:
+    (owner,) = fleet.start()
+    run_id = owner.trigger("nap", {"seconds": 60})["id"]
+    eventually(lambda: owner.run(run_id)["state"] == "running")
+    (other,) = fleet.start()
+    assert other.client.post(f"/runs/{run_id}/cancel").status_code == 200
+    ended = other.ended(run_id)
+    assert (ended["state"], ended["error"], ended["instance"]) == ("cancelled", "cancelled on request", "flotilla-1")
+
+
+def test_the_register_says_how_many_runs_are_under_way(fleet: Fleet) -> None:
+    (ship,) = fleet.start()
+    ship.trigger_all([{"action": "nap", "payload": {"seconds": 20}}] * 7)
+    eventually(lambda: ship.me()["running"] == 7)
