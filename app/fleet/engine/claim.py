@@ -76,10 +76,10 @@ SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO 
 """
 
 # What is left, under the lock. `rate_used_until` moves on by one interval for each start (GCRA); it may run ahead of
-# the clock by the burst, and no further.
+# the clock by the burst, and no further. Without any limit: a newer release than ours has taken it away.
 ALLOWED = """
 SELECT a.id,
-       least(
+       coalesce(least(
            a.concurrency - (
                SELECT count(*) FROM {schema}.runs AS r WHERE r.action_id = a.id AND r.state = 'running'
            ),
@@ -89,7 +89,7 @@ SELECT a.id,
                  / a.rate_interval
                + 1e-6
            )
-       )::int AS allowed,
+       )::int, 2147483647) AS allowed,
        extract(epoch FROM a.rate_used_until - statement_timestamp())::float8 - (a.rate_burst - 1) * a.rate_interval
 FROM {schema}.actions AS a
 WHERE a.id = ANY (%(actions)s)
