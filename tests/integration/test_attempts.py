@@ -195,7 +195,8 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
     assert here.engine.executor.room == 100
 
 
-async def test_whatever_an_attempt_logs_says_which_run_it_was(here: Desk, capfd: pytest.CaptureFixture[str]) -> None:
-    run = await here.run("talk")
+async def test_whatever_an_attempt_logs_says_which_run_it_was(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+    async with desk(address) as here:
+        run = await here.run("talk")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "the parcel is heavy" in line]
     assert f"request_id=run/{run.id}" in line

@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 import psycopg
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from app.fleet.db.statements import fetch
 from app.fleet.engine import runs
@@ -44,7 +52,8 @@ class Model:
 
 def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address: str) -> type[RuleBasedStateMachine]:
     class Protocol(RuleBasedStateMachine):
-        claims = Bundle("claims")
+        # Every claim there ever was: a run, and the token it was given.
+        claims: Bundle[tuple[int, int]] = Bundle("claims")
 
         def __init__(self) -> None:
             super().__init__()
@@ -60,7 +69,7 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 self.model[run_id] = Model()
 
         @rule(target=claims, name=st.sampled_from(INSTANCES), room=st.integers(1, 3))
-        def claim(self, name: str, room: int) -> tuple[tuple[int, int], ...]:
+        def claim(self, name: str, room: int) -> Any:
             claimed = do(self.living[name].claim(room=room))
             waiting = sum(run.state == "pending" for run in self.model.values())
             assert len(claimed) == min(room, waiting)
@@ -70,10 +79,13 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 assert token == run.token + 1
                 run.state, run.token, run.owner = "running", token, name
                 run.attempt += 1
-            return tuple((run_id, token) for run_id, token, _ in claimed)
+            return multiple(*((run_id, token) for run_id, token, _ in claimed))
 
-        @rule(claimed=claims, state=st.sampled_from([None, "failed", "cancelled"]))
-        def finish(self, claimed: tuple[tuple[int, int], ...], state: str | None) -> None:
+        @rule(
+            claimed=st.lists(claims, min_size=1, max_size=3, unique=True),
+            state=st.sampled_from([None, "failed", "cancelled"]),
+        )
+        def finish(self, claimed: list[tuple[int, int]], state: str | None) -> None:
             values = written(claimed) | {
                 "states": [state] * len(claimed),
                 "results": [None] * len(claimed),
@@ -86,8 +98,8 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 run.state = state or "succeeded"
                 run.ends.append(run.state)
 
-        @rule(claimed=claims, pause=st.booleans())
-        def give_back(self, claimed: tuple[tuple[int, int], ...], pause: bool) -> None:
+        @rule(claimed=st.lists(claims, min_size=1, max_size=3, unique=True), pause=st.booleans())
+        def give_back(self, claimed: list[tuple[int, int]], pause: bool) -> None:
             """A pause, or a retry without a wait."""
             values = written(claimed) | {
                 "delays": [None if pause else 0.0] * len(claimed),
@@ -100,8 +112,8 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 run.state = "pending"
                 run.attempt -= 1 if pause else 0
 
-        @rule(claimed=claims, state=st.integers(0, 99))
-        def checkpoint(self, claimed: tuple[tuple[int, int], ...], state: int) -> None:
+        @rule(claimed=st.lists(claims, min_size=1, max_size=3, unique=True), state=st.integers(0, 99))
+        def checkpoint(self, claimed: list[tuple[int, int]], state: int) -> None:
             values = written(claimed) | {"states": [str(state)] * len(claimed)}
             kept = {row[0] for row in do(execute(CHECKPOINT, values))}
             assert kept == self.current(claimed)
@@ -180,7 +192,7 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
             """
             assert do(here.sql(orphans)) == []
 
-        def current(self, claimed: tuple[tuple[int, int], ...]) -> set[int]:
+        def current(self, claimed: list[tuple[int, int]]) -> set[int]:
             return {
                 run_id
                 for run_id, token in claimed
@@ -205,7 +217,7 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
     return Protocol
 
 
-def written(claimed: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+def written(claimed: list[tuple[int, int]]) -> dict[str, Any]:
     return {"ids": [run_id for run_id, _ in claimed], "tokens": [token for _, token in claimed]}
 
 
@@ -217,7 +229,7 @@ def test_nothing_that_may_happen_breaks_the_protocol(address: str) -> None:
             run_state_machine_as_test(
                 machine(here, runner.run, address),
                 settings=settings(
-                    max_examples=40,
+                    max_examples=60,
                     stateful_step_count=40,
                     deadline=None,
                     derandomize=True,
