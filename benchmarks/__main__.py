@@ -1,31 +1,59 @@
 """`python -m benchmarks [NAME …] [--short]`: run the benchmarks, one after the other, and print what they found.
 
-takeover    kill followers and leaders, and measure how long the others need to know and to replace
-outage      how soon everyone is back after the database was away, and after an instance froze
-start       how long `flotilla up` takes from nothing, and again
-idle        what an idle cluster of 1, 5 and 10 instances sends to PostgreSQL
+    name         what is measured                                                              the bar
+    throughput   no-op runs claimed, run and durably completed by one process; bare SQL        ≥ 40,000/s
+                 and the peers beside it
+    insert       runs put in by POST /runs:batch, and by `trigger_many` in code                ≥ 20,000/s, ≥ 80,000/s
+    latency      from POST to the start of the action, on an idle cluster of three             p50 ≤ 5 ms, p99 ≤ 20 ms
+    punctual     1,000 actions due in the same second, on three instances                      p99 ≤ 50 ms late, once
+    rescue       SIGKILL of the instance with a run, until the run begins elsewhere            p99 ≤ 500 ms
+    backlog      claims beside ten million finished runs, and under a held snapshot            ≤ 1.5 × an empty table
+    idle         statements per second of 1, 5 and 20 instances without work                   ≤ 2 follower, ≤ 10 leader
+    takeover     SIGKILL of an instance until it is declared gone, and until another leads     p99 ≤ 500 ms
+    outage       everyone ready again after the database was away; a frozen instance gone      ≤ 3 s, ≤ 7 s
+    start        `flotilla up` until three are ready, from nothing and again                   ≤ 5 s again
+
+Everything runs on two cores, on the embedded PostgreSQL 18 with durability on; each says what else holds for it. Other
+work on the machine is measured too: leave it alone meanwhile. `make bench` installs the peers first.
 """
 
 import argparse
-import sys
+import logging
+import time
 
-from benchmarks import idle, outage, start, takeover
+from benchmarks import backlog, idle, insert, latency, outage, punctual, rescue, start, takeover, throughput
+from benchmarks.conditions import two_cores
 
-ALL = {"takeover": takeover.run, "outage": outage.run, "start": start.run, "idle": idle.run}
+ALL = {
+    "throughput": throughput.run,
+    "insert": insert.run,
+    "latency": latency.run,
+    "punctual": punctual.run,
+    "rescue": rescue.run,
+    "backlog": backlog.run,
+    "idle": idle.run,
+    "takeover": takeover.run,
+    "outage": outage.run,
+    "start": start.run,
+}
 
 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=raw)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(ALL)}; all without")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which; all without")
     parser.add_argument("--short", action="store_true", help="fewer rounds, to see that it works")
     given = parser.parse_args()
     if unknown := set(given.names) - set(ALL):
-        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    two_cores()
+    # The service configures the log of the process it is in, and then every request of ours is in it.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     for name in given.names or ALL:
         print(f"\n== {name} " + "=" * (70 - len(name)), flush=True)
+        began = time.monotonic()
         ALL[name](short=given.short)
-    sys.stdout.flush()
+        print(f"({time.monotonic() - began:.0f} s)", flush=True)
 
 
 main()

@@ -5,40 +5,58 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.conditions import ACTIONS
+from benchmarks.report import verdict
 from tests.instances.test_cost import CONFIGURATION, statements
 from tests.support.fleet import Fleet, leader_of
 from tests.support.postgres import server
 
-SIZES = (1, 5, 10)
+SIZES = (1, 5, 20)
+SETTLED = 3.0
 WATCHED = 20.0
+FOLLOWER_MOST = 2.0
+LEADER_MOST = 10.0
 
 
 def run(*, short: bool) -> None:
-    sizes, watched = ((1, 3), 5.0) if short else (SIZES, WATCHED)
-    print(f"{'instances':>9}  {'total/s':>8}  {'leader/s':>8}  {'a follower/s':>12}  {'sessions':>8}")
+    sizes, settled, watched = ((2,), 1.0, 2.0) if short else (SIZES, SETTLED, WATCHED)
+    columns = (
+        f"{'instances':>9}  {'total/s':>8}  {'leader/s':>8}  {'a follower/s':>12}  {'at most/s':>9}  {'sessions':>8}"
+    )
+    print(f"{columns}   (leader ≤ {LEADER_MOST:.0f}, each follower ≤ {FOLLOWER_MOST:.0f})")
     for size in sizes:
-        with (
-            server(configuration=CONFIGURATION) as postgres,
-            tempfile.TemporaryDirectory() as folder,
-            Fleet(postgres.address_of(), Path(folder)) as fleet,
-        ):
-            ships = fleet.start(size)
-            leader = leader_of(ships).me()["name"]
-            time.sleep(3)
-            with postgres.session() as session:
-                row = session.execute(
-                    "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'flotilla/%'"
-                ).fetchone()
-            assert row is not None
-            before = statements(postgres.log)
-            time.sleep(watched)
-            sent = statements(postgres.log)
-            sent.subtract(before)
-        by_instance: Counter[str] = Counter()
-        for (_, who), count in sent.items():
-            by_instance[who] += count
-        total = sum(by_instance.values()) / watched
-        own = by_instance.pop(leader) / watched
-        rest = sum(by_instance.values()) / watched
-        each = rest / (size - 1) if size > 1 else 0.0
-        print(f"{size:>9}  {total:>8.2f}  {own:>8.2f}  {each:>12.2f}  {row[0]:>8}", flush=True)
+        print(watch(size, settled, watched), flush=True)
+
+
+def watch(size: int, settled: float, watched: float) -> str:
+    """Start so many, leave them alone, and count."""
+    with (
+        server(configuration=CONFIGURATION) as postgres,
+        tempfile.TemporaryDirectory() as folder,
+        Fleet(postgres.address_of(), Path(folder), FLOTILLA_ACTIONS=ACTIONS) as fleet,
+    ):
+        ships = fleet.start(size)
+        leader = leader_of(ships).me()["name"]
+        names = {ship.me()["name"] for ship in ships}
+        time.sleep(settled)
+        with postgres.session() as session:
+            row = session.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'flotilla/%'"
+            ).fetchone()
+        assert row is not None
+        before = statements(postgres.log)
+        time.sleep(watched)
+        sent = statements(postgres.log)
+        sent.subtract(before)
+    by_instance: Counter[str] = Counter()
+    for (_, who), count in sent.items():
+        by_instance[who] += count
+    total = sum(by_instance.values()) / watched
+    own = by_instance.pop(leader) / watched
+    # What the pool sends bears no instance's name: spread over all of them.
+    nameless = sum(count for who, count in by_instance.items() if who not in names) / watched / size
+    rest = [by_instance[name] / watched + nameless for name in names if name != leader]
+    each = sum(rest) / len(rest) if rest else 0.0
+    most = max(rest, default=0.0)
+    kept = verdict(own + nameless <= LEADER_MOST and most <= FOLLOWER_MOST)
+    return f"{size:>9}  {total:>8.2f}  {own + nameless:>8.2f}  {each:>12.2f}  {most:>9.2f}  {row[0]:>8}   {kept}"

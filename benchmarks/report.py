@@ -1,4 +1,4 @@
-"""How figures are printed: a distribution says more than a mean."""
+"""How figures are printed: a distribution says more than a mean, and a bar stands beside what was measured."""
 
 import math
 import statistics
@@ -11,13 +11,32 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def distribution(label: str, seconds: Sequence[float], *, bound_ms: float | None = None) -> str:
-    """One line: count, p50, p90, p99, most, and whether a bound was kept."""
+def verdict(kept: bool) -> str:
+    return "kept" if kept else "NOT KEPT"
+
+
+def distribution(
+    label: str, seconds: Sequence[float], *, bound_ms: float | None = None, median_ms: float | None = None
+) -> str:
+    """One line: count, p50, p90, p99, most, and whether the bounds on p50 and p99 were kept."""
     p50, p90, p99 = (percentile(seconds, share) * 1000 for share in (0.5, 0.9, 0.99))
     most = max(seconds) * 1000
     line = f"{label:<38} n={len(seconds):<4} p50 {p50:6.1f}  p90 {p90:6.1f}  p99 {p99:6.1f}  max {most:6.1f} ms"
+    if median_ms is not None:
+        line += f"   p50 ≤ {median_ms:.0f} ms: {verdict(p50 <= median_ms)}"
     if bound_ms is not None:
-        line += f"   p99 ≤ {bound_ms:.0f} ms: {'kept' if p99 <= bound_ms else 'NOT KEPT'}"
+        line += f"   p99 ≤ {bound_ms:.0f} ms: {verdict(p99 <= bound_ms)}"
+    return line
+
+
+def rates(label: str, each: Sequence[float], *, least: float | None = None, ours: float | None = None) -> str:
+    """One line: so many a second in each round, their median, and its relation to ours or to the bar."""
+    median = statistics.median(each)
+    line = f"{label:<46} {' '.join(f'{rate:>8,.0f}' for rate in each)}   median {median:>8,.0f}/s"
+    if ours is not None:
+        line += f"   {median / ours:6.3f} of ours"
+    if least is not None:
+        line += f"   ≥ {least:,.0f}/s: {verdict(median >= least)}"
     return line
 
 

@@ -5,11 +5,26 @@ import sys
 
 import pytest
 
+from benchmarks import peers
 from tests.support.fleet import ROOT, environment
 
+FIGURES = {
+    "throughput": ("Flotilla, one process", "pgbench, bare SQL", "≥ 40,000/s"),
+    "insert": ("POST /runs:batch", "trigger_many", "≥ 80,000/s"),
+    "latency": ("before POST → the action began", "p50 ≤ 5 ms", "p99 ≤ 20 ms"),
+    "punctual": ("the action began", "p99 ≤ 50 ms", "each exactly once: kept"),
+    "rescue": ("SIGKILL → begun elsewhere", "p99 ≤ 500 ms"),
+    "backlog": ("snapshot, last quarter, against empty", "finished, against empty", "≤ 1.5"),
+    "idle": ("a follower/s", "each follower ≤ 2"),
+    "takeover": ("SIGKILL of the leader → a new leader",),
+    "outage": ("same ids: True; false deaths: 0",),
+    "start": ("second time, to three ready",),
+}
 
-@pytest.mark.timeout(300)
-def test_every_benchmark_prints_its_figures() -> None:
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """All of them, run once."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--short"],
         cwd=ROOT,
@@ -20,11 +35,26 @@ def test_every_benchmark_prints_its_figures() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for name, figure in (
-        ("takeover", "SIGKILL of the leader → a new leader"),
-        ("outage", "same ids: True; false deaths: 0"),
-        ("start", "second time, to three ready"),
-        ("idle", "a follower/s"),
-    ):
-        assert f"== {name} " in done.stdout
-        assert figure in done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_benchmark_prints_its_figures(printed: str, name: str) -> None:
+    own = printed.partition(f"== {name} ")[2].partition("\n== ")[0]
+    assert own
+    for figure in FIGURES[name]:
+        assert figure in own
+
+
+@pytest.mark.timeout(300)
+def test_there_is_no_benchmark_without_a_test(printed: str) -> None:
+    assert {line.split()[1] for line in printed.splitlines() if line.startswith("== ")} == set(FIGURES)
+
+
+@pytest.mark.timeout(300)
+def test_the_peers_are_measured_beside_us(printed: str) -> None:
+    if not peers.installed():
+        pytest.skip("the peers are not installed: only `make bench` needs them, and installs them")
+    for peer in ("PgQueuer 1.", "Procrastinate 3."):
+        assert peer in printed

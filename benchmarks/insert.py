@@ -1,0 +1,108 @@
+"""How fast runs can be put in: over REST in batches of 1,000, and in code with `trigger_many`.
+
+REST: two clients, each a thread with a connection of its own, and one real server process; the payloads have three
+fields, and the clients only count the bytes of the answers until the clock has stopped. In code: two tasks that call
+`trigger_many` with 1,000 orders at a time, in the service in this process, with uvloop. The action is paused, so that
+nothing is run meanwhile, and the rows are counted in the end.
+"""
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+
+import uvloop
+
+from app.fleet import Order, trigger_many
+from benchmarks.conditions import ACTIONS, durable_server, instances
+from benchmarks.latency import JSON, asked, connected
+from benchmarks.report import rates
+from tests.support.fleet import Ship
+from tests.support.postgres import Postgres
+from tests.support.service import service
+
+ROUNDS = 5
+CLIENTS = 2
+BATCH = 1000
+REST_RUNS = 60_000
+REST_LEAST = 20_000
+CODE_RUNS = 200_000
+CODE_LEAST = 80_000
+PAUSE = "/actions/noop/pause"
+
+
+def run(*, short: bool) -> None:
+    rounds, share = (1, 0.1) if short else (ROUNDS, 1.0)
+    with instances(1) as (postgres, _, (ship,)):
+        rest = over_rest(postgres, ship, rounds, int(REST_RUNS * share))
+    with durable_server() as postgres:
+        code = uvloop.run(in_code(postgres, rounds, int(CODE_RUNS * share)))
+    print(f"{'':<46} runs/s in each of {rounds} rounds")
+    print(rates("POST /runs:batch, 1,000 each, two clients", rest, least=REST_LEAST))
+    print(rates("trigger_many, 1,000 each, two tasks", code, least=CODE_LEAST))
+
+
+def over_rest(postgres: Postgres, ship: Ship, rounds: int, runs: int) -> list[float]:
+    each = runs // CLIENTS // BATCH
+    orders = [{"action": "noop", "payload": {"number": n, "name": "Flotilla", "ok": True}} for n in range(BATCH)]
+    body = json.dumps({"runs": orders}).encode()
+    connections = [connected(ship) for _ in range(CLIENTS)]
+    asked(connections[0], "POST", PAUSE, 200)
+    measured = []
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        for _ in range(rounds):
+            before = count(postgres)
+            began = time.perf_counter()
+            sent = [threads.submit(send, connection, body, each) for connection in connections]
+            answered = [client.result() for client in sent]
+            measured.append(runs / (time.perf_counter() - began))
+            check(postgres, before + runs)
+            if any(len(json.loads(answer)["runs"]) != BATCH for answer in answered):
+                raise RuntimeError("an answer does not have every run")
+    for connection in connections:
+        connection.close()
+    return measured
+
+
+def send(connection: HTTPConnection, body: bytes, times: int) -> bytes:
+    """Send a batch so many times, one after another; return the last answer."""
+    answer = b""
+    for _ in range(times):
+        connection.request("POST", "/runs:batch", body=body, headers=JSON)
+        response = connection.getresponse()
+        answer = response.read()
+        if response.status != 202:
+            raise RuntimeError(f"{response.status} {answer.decode(errors='replace')}")
+    return answer
+
+
+async def in_code(postgres: Postgres, rounds: int, runs: int) -> list[float]:
+    each = runs // CLIENTS // BATCH
+    orders = [Order("noop")] * BATCH
+    measured = []
+    async with service(postgres.address_of(), actions=(ACTIONS,), log_level="warning") as running:
+        (await running.client.post(PAUSE)).raise_for_status()
+
+        async def task() -> None:
+            for _ in range(each):
+                await trigger_many(orders)
+
+        for _ in range(rounds):
+            before = count(postgres)
+            began = time.perf_counter()
+            await asyncio.gather(*(task() for _ in range(CLIENTS)))
+            measured.append(runs / (time.perf_counter() - began))
+            check(postgres, before + runs)
+    return measured
+
+
+def count(postgres: Postgres) -> int:
+    with postgres.session() as session:
+        row = session.execute("SELECT count(*) FROM flotilla.runs").fetchone()
+    return row[0] if row else 0
+
+
+def check(postgres: Postgres, expected: int) -> None:
+    if (found := count(postgres)) != expected:
+        raise RuntimeError(f"there are {found} runs, and {expected} were put in")

@@ -1,0 +1,74 @@
+"""When an action began, as it tells itself: its first statement appends a line to a file.
+
+The system's monotonic clock is one for all processes of a machine, so what an action writes and what a benchmark
+measures can be subtracted. The wall clock is PostgreSQL's, for the same reason. A line is one `write`, and lines of
+several processes do not mix.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from app.fleet import Run
+from tests.support.postgres import eventually
+
+# Not a setting of the service, so without its prefix.
+WHERE = "BENCHMARK_MARKS"
+
+
+@dataclass(frozen=True)
+class Mark:
+    run: int
+    pid: int
+    # Nanoseconds.
+    monotonic: int
+    # Seconds since 1970, and the slot of a scheduled run.
+    wall: float
+    slot: float | None
+
+
+def leave(run: Run) -> None:
+    """Called by an action, before anything else."""
+    monotonic, wall = time.monotonic_ns(), time.time()
+    slot = run.scheduled_for.timestamp() if run.scheduled_for else ""
+    os.write(opened(os.environ[WHERE]), f"{run.id} {os.getpid()} {monotonic} {wall:.6f} {slot}\n".encode())
+
+
+@lru_cache
+def opened(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+class Marks:
+    """The file, read by a benchmark."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / "marks"
+        self.path.touch()
+        self._read = 0
+        self._found: list[Mark] = []
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {WHERE: str(self.path)}
+
+    def all(self) -> list[Mark]:
+        with self.path.open("rb") as file:
+            file.seek(self._read)
+            whole, _, _ = file.read().rpartition(b"\n")
+        if whole:
+            self._read += len(whole) + 1
+            self._found += [parsed(line) for line in whole.decode().split("\n")]
+        return self._found
+
+    def wait(self, condition: Callable[[Mark], bool]) -> Mark:
+        """Return the first mark like that, once it is there."""
+        return eventually(lambda: next(filter(condition, self.all()), None), every=0.005)
+
+
+def parsed(line: str) -> Mark:
+    run, pid, monotonic, wall, slot = line.split(" ")
+    return Mark(int(run), int(pid), int(monotonic), float(wall), float(slot) if slot else None)

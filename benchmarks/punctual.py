@@ -1,0 +1,62 @@
+"""A thousand actions that are due in the same second, on three instances: how late each begins, and how often.
+
+Late is the action's first statement after its slot, on the system's clock, which is PostgreSQL's too; the claim
+(`started_at` minus `scheduled_for`, from the rows) is shown beside it. Counted for each action and slot: one run, and
+one start.
+"""
+
+import os
+import tempfile
+import time
+from collections import Counter
+
+from benchmarks.conditions import instances
+from benchmarks.marks import Mark, Marks
+from benchmarks.report import distribution, verdict
+from tests.support.postgres import Postgres, eventually
+
+INSTANCES = 3
+COUNT = 1000
+SLOTS = 6
+SECONDS = 10
+P99 = 50
+
+RUNS = """
+SELECT a.name, extract(epoch FROM r.scheduled_for)::float8, extract(epoch FROM r.started_at - r.scheduled_for)::float8
+FROM flotilla.finished_runs AS r JOIN flotilla.actions AS a ON a.id = r.action_id
+"""
+
+
+def run(*, short: bool) -> None:
+    slots, seconds = (1, 4) if short else (SLOTS, SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        marks = Marks(folder)
+        timetable = {"BENCHMARK_COUNT": str(COUNT), "BENCHMARK_PERIOD": str(seconds)}
+        env = {**marks.env, **timetable, "FLOTILLA_ACTIONS": "benchmarks.timetable"}
+        with instances(INSTANCES, **env) as (postgres, _, _):
+            # The first slot that all three are there for, with a second to settle.
+            first = (time.time() + 1) // seconds * seconds + seconds
+            wanted = [first + seconds * number for number in range(slots)]
+            time.sleep(wanted[-1] - time.time() + min(2, seconds / 2))
+            rows = eventually(lambda: finished(postgres, wanted))
+        starts = [mark for mark in marks.all() if mark.slot in wanted]
+    for slot in wanted:
+        print(distribution(f"slot {wanted.index(slot) + 1}: the action began", lateness(starts, slot)))
+    late = [mark.wall - mark.slot for mark in starts if mark.slot is not None]
+    print(distribution(f"all {slots} slots: the action began", late, bound_ms=P99))
+    print(distribution(f"all {slots} slots: it was claimed", [late for _, _, late in rows], bound_ms=P99))
+    once = Counter(Counter((name, slot) for name, slot, _ in rows).values()) == {1: COUNT * slots}
+    begun = len(starts) == len({mark.run for mark in starts}) == COUNT * slots
+    pids = {mark.pid for mark in starts if mark.pid != os.getpid()}
+    print(f"{len(rows)} runs of {COUNT} actions on {len(pids)} instances; each exactly once: {verdict(once and begun)}")
+
+
+def finished(postgres: Postgres, slots: list[float]) -> list[tuple[str, float, float]] | None:
+    """Return the runs of these slots, once they are all there, and nothing is left to do."""
+    with postgres.session() as session:
+        rows = [row for row in session.execute(RUNS).fetchall() if row[1] in slots]
+    return rows if len(rows) >= COUNT * len(slots) else None
+
+
+def lateness(starts: list[Mark], slot: float) -> list[float]:
+    return [mark.wall - slot for mark in starts if mark.slot == slot]

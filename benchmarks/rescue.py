@@ -1,0 +1,70 @@
+"""From SIGKILL of the instance that runs a run to the run's action beginning again on another.
+
+Three real instances, leader and followers killed in turn, at a random moment of their seconds; a new one takes the
+place of the killed. The clock starts before the signal is sent, and stops with the action's first statement in the
+other process, on the same monotonic clock.
+"""
+
+import random
+import tempfile
+import time
+
+from benchmarks.conditions import instances
+from benchmarks.marks import Mark, Marks
+from benchmarks.report import distribution, histogram
+from tests.support.fleet import Ship, leader_of
+
+INSTANCES = 3
+KILLS = 50
+P99 = 500
+
+
+def run(*, short: bool) -> None:
+    kills = 2 if short else KILLS
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        marks = Marks(folder)
+        with instances(INSTANCES, **marks.env) as (_, fleet, started):
+            ships = list(started)
+            for number in range(kills):
+                of_leader = number % 2 == 0
+                leader = leader_of(ships)
+                victim = leader if of_leader else random.choice([ship for ship in ships if ship is not leader])
+                seconds[of_leader].append(rescued(ships, victim, marks))
+                if number < kills - 1:
+                    ships.extend(fleet.start())
+    print(distribution("SIGKILL of the leader → begun elsewhere", seconds[True]))
+    print(distribution("SIGKILL of a follower → begun elsewhere", seconds[False]))
+    print(distribution("SIGKILL → begun elsewhere", seconds[True] + seconds[False], bound_ms=P99))
+    print("\n  both together:")
+    print(histogram(seconds[True] + seconds[False], width_ms=25))
+
+
+def rescued(ships: list[Ship], victim: Ship, marks: Marks) -> float:
+    identifier = running_on(victim, marks)
+    time.sleep(random.random())
+    began = time.monotonic_ns()
+    victim.kill()
+    ships.remove(victim)
+    mark = marks.wait(lambda mark: mark.run == identifier and mark.pid != victim.pid)
+    cancel(ships[0], identifier)
+    return (mark.monotonic - began) / 1e9
+
+
+def running_on(victim: Ship, marks: Marks) -> int:
+    """Trigger until one is claimed by the instance that is to be killed; end the others."""
+    while True:
+        identifier = int(victim.trigger("linger")["id"])
+        if begun(marks, identifier).pid == victim.pid:
+            return identifier
+        cancel(victim, identifier)
+
+
+def begun(marks: Marks, identifier: int) -> Mark:
+    return marks.wait(lambda mark: mark.run == identifier)
+
+
+def cancel(ship: Ship, identifier: int) -> None:
+    answer = ship.client.post(f"/runs/{identifier}/cancel")
+    if answer.status_code not in {200, 202}:
+        raise RuntimeError(f"run {identifier} was not cancelled: {answer.status_code} {answer.text}")
