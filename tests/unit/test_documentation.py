@@ -6,10 +6,13 @@ Pages are read as people read them: tables by their columns, links by where they
 import ast
 import fnmatch
 import importlib
+import inspect
+import json
 import os
 import pkgutil
 import re
-from collections.abc import Iterator
+import runpy
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +29,8 @@ from app.fleet.cli import app as command_line
 from app.fleet.cluster import anomalies
 from app.fleet.db.namespace import Lock
 from app.fleet.db.tables import metadata
+from app.fleet.engine.run import Blocking, Run
+from app.fleet.engine.trigger import Order
 from app.fleet.errors import FleetError
 from app.fleet.http.problems import KINDS
 from app.fleet.settings import FleetSettings, known_names
@@ -116,6 +121,8 @@ def shown(value: Any) -> str:
     """A default as the pages write it."""
     if value is None or value == ():
         return "unset"
+    if isinstance(value, tuple):
+        return ",".join(value)
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -175,6 +182,92 @@ def test_the_example_of_an_environment_has_every_setting_commented_out_with_its_
 
 def is_setting(line: str) -> bool:
     return re.match(r"# [A-Z_]+=", line) is not None
+
+
+# -- actions ----------------------------------------------------------------------------------------------------------
+
+ACTIONS = REFERENCE / "actions.md"
+
+
+def written_defaults(function: Callable[..., Any]) -> dict[str, str]:
+    """The parameters of a function with their defaults, as the pages write Python."""
+    return {
+        name: "required" if each.default is each.empty else literal(each.default)
+        for name, each in inspect.signature(function).parameters.items()
+    }
+
+
+def literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def public_names(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_every_option_of_an_action_has_a_row_with_its_default_and_nothing_else_does() -> None:
+    described = {name: plain(row["Default"]) for name, row in by_name(ACTIONS, "Option").items()}
+    assert described == written_defaults(fleet.action)
+
+
+def test_every_option_of_an_action_says_what_it_means_and_what_is_said_when_it_is_wrong() -> None:
+    for name, row in by_name(ACTIONS, "Option").items():
+        assert row["Meaning"], name
+        assert fragments(row["When it is wrong"]), name
+    quoted = [row["When it is wrong"] for row in rows(ACTIONS, "Option")] + [
+        row["Text"] for row in rows(ACTIONS, "Text")
+    ]
+    assert made_up(quoted) == []
+
+
+def test_every_public_name_of_a_run_has_its_place_and_nothing_else_does() -> None:
+    names = [code.partition("(")[0] for row in rows(ACTIONS, "What it is") for code in codes(row["Name"])]
+    assert sorted(names) == sorted(public_names(Run))
+
+
+def test_the_methods_of_a_run_are_written_with_their_parameters() -> None:
+    written = [code for row in rows(ACTIONS, "What it is") for code in codes(row["Name"]) if "(" in code]
+    methods = {name for name in public_names(Run) if inspect.isfunction(getattr(Run, name))}
+    assert set(written) == {f"{name}({', '.join(parameters(getattr(Run, name)))})" for name in methods}
+
+
+def parameters(method: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(method).parameters)[1:]
+
+
+def test_what_a_plain_function_may_use_is_named() -> None:
+    text = sections(ACTIONS)["The run"].partition("### Plain functions")[2]
+    assert public_names(Blocking) <= {code.partition("(")[0] for code in codes(text)}
+    assert f"`commit({', '.join(parameters(Blocking.commit))})`" in text
+
+
+def test_every_argument_of_trigger_has_a_row_with_its_default_and_an_order_has_the_same() -> None:
+    described = {name: plain(row["Default"]) for name, row in by_name(ACTIONS, "Argument").items()}
+    given = written_defaults(fleet.trigger)
+    assert described == {name: default for name, default in given.items() if name != "action"}
+    assert set(Order.__dataclass_fields__) - {"digest"} == set(given) - {"session"}
+
+
+@pytest.mark.parametrize("page", ["actions", "python"])
+def test_the_examples_of_the_reference_are_python_that_runs(page: str, tmp_path: Path) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", (REFERENCE / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert examples
+    for example in examples:
+        module = tmp_path / "example.py"
+        module.write_text(example)
+        runpy.run_path(str(module))
+
+
+def fragments(text: str) -> list[str]:
+    """What a page quotes, without the places where something else stands each time."""
+    parts = [part.strip() for code in codes(text) for part in re.split("…|;", code)]
+    return [part for part in parts if part]
+
+
+def made_up(quoted: Sequence[str]) -> list[str]:
+    """Of what pages quote, what the code does not say."""
+    source = " ".join(texts_of_the_code())
+    return [part for text in quoted for part in fragments(text) if part not in source]
 
 
 # -- metrics, logs ----------------------------------------------------------------------------------------------------
@@ -345,12 +438,18 @@ def test_every_kind_of_anomaly_has_a_page_that_says_what_to_see_check_and_do(kin
     assert list(sections(page))[:3] == ["What you see", "Check", "Remedy"]
 
 
-def test_every_refusal_that_the_runbook_quotes_is_in_the_code() -> None:
+@pytest.mark.parametrize("page", ["instance-will-not-start", "runs-fail"])
+def test_every_text_that_the_runbook_quotes_is_in_the_code(page: str) -> None:
     """The text before and after each `…` of a quotation, word for word."""
-    source = " ".join(texts_of_the_code())
-    quoted = [row["Text"] for row in rows(DOCS / "runbook" / "instance-will-not-start.md", "Text")]
-    fragments = [part.strip() for text in quoted for code in codes(text) for part in re.split("…|;", code)]
-    assert [part for part in fragments if part not in source] == []
+    assert made_up([row["Text"] for row in rows(DOCS / "runbook" / f"{page}.md", "Text")]) == []
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "runbook").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_of_the_runbook_says_what_to_see_check_and_do(page: Path) -> None:
+    found = list(sections(page))
+    assert "Check" in found
+    assert {"Remedy", "What it says"} & set(found)
+    assert re.match(r"# .+\n\n\*.+\*\n", page.read_text()), "under the title, what it is about"
 
 
 def texts_of_the_code() -> Iterator[str]:
@@ -381,15 +480,21 @@ def test_the_public_names_are_those_of_the_page() -> None:
     assert all(hasattr(fleet, name) for name in fleet.__all__)
 
 
-def test_every_table_column_and_sequence_has_its_row() -> None:
+def test_every_table_and_sequence_has_its_row() -> None:
     page = REFERENCE / "database.md"
     tables = {table.name for table in metadata.tables.values()}
     # SQLAlchemy has no public list of them.
     sequences = {sequence.name for sequence in cast("Any", metadata)._sequences.values()}
     described = set(by_name(page, "Object"))
     assert tables | sequences | {"leader_turn", "alembic_version"} == described
-    columns = [name for row in rows(page, "Column") for name in codes(row["Column"])]
-    assert sorted(columns) == sorted(column.name for column in metadata.tables["instances"].columns)
+
+
+@pytest.mark.parametrize("table", sorted(metadata.tables))
+def test_every_column_of_a_table_has_its_row(table: str, tmp_path: Path) -> None:
+    section = tmp_path / "section.md"
+    section.write_text(sections(REFERENCE / "database.md")[f"The table `{table}`"])
+    columns = [name for row in rows(section, "Column") for name in codes(row["Column"])]
+    assert sorted(columns) == sorted(column.name for column in metadata.tables[table].columns)
 
 
 def test_every_kind_of_lock_has_its_row() -> None:
@@ -411,11 +516,13 @@ def test_every_name_of_a_session_has_its_row() -> None:
     assert roles == named
 
 
-def test_the_numbers_of_presence_are_those_of_the_code() -> None:
-    for row in rows(DOCS / "explanation" / "presence-and-death.md", "Constant"):
+@pytest.mark.parametrize("page", ["presence-and-death", "runs", "scheduling"])
+def test_the_numbers_of_an_explanation_are_those_of_the_code(page: str) -> None:
+    for row in rows(DOCS / "explanation" / f"{page}.md", "Constant"):
         module = codes(row["Where"])[0].removesuffix(".py").replace("/", ".")
         value = getattr(importlib.import_module(module), codes(row["Constant"])[0])
-        assert row["Value"] == f"{value:g} s", row["Constant"]
+        # What is counted is a whole number; what is measured is in seconds.
+        assert row["Value"] == (str(value) if isinstance(value, int) else f"{value:g} s"), row["Constant"]
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,32 @@
+"""The statements of the documentation run: somebody types them at three in the morning."""
+
+import re
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.support.service import service
+
+pytestmark = pytest.mark.anyio
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = [*sorted((DOCS / "runbook").glob("*.md")), *sorted((DOCS / "explanation").glob("*.md"))]
+PAGES.append(DOCS / "reference" / "database.md")
+
+
+def statements() -> list[tuple[str, str]]:
+    """Each block of SQL, with the page it stands on; one inside a list is indented."""
+    block = re.compile(r"^ *```sql\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+    return [(page.stem, statement) for page in PAGES for statement in block.findall(page.read_text())]
+
+
+async def test_every_statement_of_the_documentation_runs(address: str) -> None:
+    assert len(statements()) > 10
+    async with service(address):
+        with psycopg.connect(address, autocommit=True) as session:
+            for page, statement in statements():
+                try:
+                    session.execute(statement.encode())
+                except psycopg.Error as error:
+                    raise AssertionError(f"{page}: {error}") from error
