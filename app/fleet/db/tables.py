@@ -89,7 +89,7 @@ actions = Table(
     # The other number in an advisory lock's key, so again 28 bits and never reused.
     Column("id", Integer, Identity(maxvalue=2**28 - 1), primary_key=True),
     Column("name", Text, nullable=False, unique=True),
-    # `every 60s` or `cron */5 * * * * Europe/Berlin`, with jitter; null for an action that is only triggered.
+    # `every 1m` or `cron */5 * * * * in Europe/Berlin`, with jitter; null for an action that is only triggered.
     Column("schedule", Text),
     Column("misfire", Text, nullable=False),
     Column("overlap", Text, nullable=False),
