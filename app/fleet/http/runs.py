@@ -42,7 +42,7 @@ router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
 GREATEST_ID = 2**63 - 1
 STATES = TypeAdapter(list[State])
 
-RunId = Annotated[str, Path(description="A whole number")]
+RunId = Annotated[str, Path(alias="id", description="A whole number")]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ async def list_runs(
     return answer(RUN_PAGE, RunPage(items, cursor_at(items[-1].id) if len(found) > limit else None))
 
 
-@router.get("/runs/{run_id}", response_model=RunRecord)
+@router.get("/runs/{id}", response_model=RunRecord)
 async def show_run(run_id: RunId, context: InContext) -> Response:
     """Show one run."""
     number = number_of(run_id)
@@ -109,7 +109,7 @@ async def show_run(run_id: RunId, context: InContext) -> Response:
         return answer(RUN, await runs.find(connection, context.database.namespace, number))
 
 
-@router.post("/runs/{run_id}/cancel", response_model=RunRecord)
+@router.post("/runs/{id}/cancel", response_model=RunRecord)
 async def cancel_run(run_id: RunId, context: InContext) -> Response:
     """Cancel a run: at once if it waits; if it runs, as soon as its instance, wherever that is, has heard of it."""
     number = number_of(run_id)
@@ -117,7 +117,7 @@ async def cancel_run(run_id: RunId, context: InContext) -> Response:
         return answer(RUN, await runs.cancel(connection, context.database.namespace, number))
 
 
-@router.post("/runs/{run_id}/retry", response_model=RunRecord)
+@router.post("/runs/{id}/retry", response_model=RunRecord)
 async def retry_run(run_id: RunId, context: InContext) -> Response:
     """Have a run tried again that failed or was cancelled; one that waits for a later time is tried now."""
     number = number_of(run_id)
