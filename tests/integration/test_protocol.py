@@ -14,10 +14,8 @@ import psycopg
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
     invariant,
-    multiple,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -52,13 +50,12 @@ class Model:
 
 def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address: str) -> type[RuleBasedStateMachine]:
     class Protocol(RuleBasedStateMachine):
-        # Every claim there ever was: a run, and the token it was given.
-        claims: Bundle[tuple[int, int]] = Bundle("claims")
-
         def __init__(self) -> None:
             super().__init__()
             do(here.sql("TRUNCATE runs, finished_runs, run_keys, instances"))
             self.model: dict[int, Model] = {}
+            # Every claim there ever was: a run, and the token it was given.
+            self.claims: list[tuple[int, int]] = []
             self.living: dict[str, Claiming] = {name: do(here.instance(name)) for name in INSTANCES}
 
         # -- what instances do ----------------------------------------------------------------------------------------
@@ -68,8 +65,8 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
             for run_id in do(here.trigger(*[Order("tick")] * number)):
                 self.model[run_id] = Model()
 
-        @rule(target=claims, name=st.sampled_from(INSTANCES), room=st.integers(1, 3))
-        def claim(self, name: str, room: int) -> Any:
+        @rule(name=st.sampled_from(INSTANCES), room=st.integers(1, 3))
+        def claim(self, name: str, room: int) -> None:
             claimed = do(self.living[name].claim(room=room))
             waiting = sum(run.state == "pending" for run in self.model.values())
             assert len(claimed) == min(room, waiting)
@@ -79,13 +76,17 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 assert token == run.token + 1
                 run.state, run.token, run.owner = "running", token, name
                 run.attempt += 1
-            return multiple(*((run_id, token) for run_id, token, _ in claimed))
+                self.claims.append((run_id, token))
 
+        @precondition(lambda self: self.claims)
         @rule(
-            claimed=st.lists(claims, min_size=1, max_size=3, unique=True),
+            data=st.data(),
             state=st.sampled_from([None, "failed", "cancelled"]),
         )
-        def finish(self, claimed: list[tuple[int, int]], state: str | None) -> None:
+        def finish(self, data: st.DataObject, state: str | None) -> None:
+            self.write_end(self.some(data), state)
+
+        def write_end(self, claimed: list[tuple[int, int]], state: str | None) -> None:
             values = written(claimed) | {
                 "states": [state] * len(claimed),
                 "results": [None] * len(claimed),
@@ -98,9 +99,13 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 run.state = state or "succeeded"
                 run.ends.append(run.state)
 
-        @rule(claimed=st.lists(claims, min_size=1, max_size=3, unique=True), pause=st.booleans())
-        def give_back(self, claimed: list[tuple[int, int]], pause: bool) -> None:
+        @precondition(lambda self: self.claims)
+        @rule(data=st.data(), pause=st.booleans())
+        def give_back(self, data: st.DataObject, pause: bool) -> None:
             """A pause, or a retry without a wait."""
+            self.write_return(self.some(data), pause)
+
+        def write_return(self, claimed: list[tuple[int, int]], pause: bool) -> None:
             values = written(claimed) | {
                 "delays": [None if pause else 0.0] * len(claimed),
                 "errors": [None] * len(claimed),
@@ -112,13 +117,28 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 run.state = "pending"
                 run.attempt -= 1 if pause else 0
 
-        @rule(claimed=st.lists(claims, min_size=1, max_size=3, unique=True), state=st.integers(0, 99))
-        def checkpoint(self, claimed: list[tuple[int, int]], state: int) -> None:
+        @precondition(lambda self: self.claims)
+        @rule(data=st.data(), state=st.integers(0, 99))
+        def checkpoint(self, data: st.DataObject, state: int) -> None:
+            self.write_checkpoint(self.some(data), state)
+
+        def write_checkpoint(self, claimed: list[tuple[int, int]], state: int) -> None:
             values = written(claimed) | {"states": [str(state)] * len(claimed)}
             kept = {row[0] for row in do(execute(CHECKPOINT, values))}
             assert kept == self.current(claimed)
             for run_id in kept:
                 self.model[run_id].checkpoint = state
+
+        @precondition(lambda self: any(run.token > 1 and run.state == "running" for run in self.model.values()))
+        @rule(data=st.data())
+        def write_late(self, data: st.DataObject) -> None:
+            """Somebody else runs it by now; whatever its former owner still says is refused."""
+            again = [run_id for run_id, run in self.model.items() if run.token > 1 and run.state == "running"]
+            run_id = data.draw(st.sampled_from(sorted(again)))
+            token = data.draw(st.integers(1, self.model[run_id].token - 1))
+            self.write_checkpoint([(run_id, token)], 1)
+            self.write_return([(run_id, token)], False)
+            self.write_end([(run_id, token)], None)
 
         # -- what happens to them -------------------------------------------------------------------------------------
 
@@ -192,6 +212,9 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
             """
             assert do(here.sql(orphans)) == []
 
+        def some(self, data: st.DataObject) -> list[tuple[int, int]]:
+            return data.draw(st.lists(st.sampled_from(self.claims), min_size=1, max_size=3, unique=True))
+
         def current(self, claimed: list[tuple[int, int]]) -> set[int]:
             return {
                 run_id
@@ -229,7 +252,7 @@ def test_nothing_that_may_happen_breaks_the_protocol(address: str) -> None:
             run_state_machine_as_test(
                 machine(here, runner.run, address),
                 settings=settings(
-                    max_examples=60,
+                    max_examples=50,
                     stateful_step_count=40,
                     deadline=None,
                     derandomize=True,
