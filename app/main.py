@@ -5,7 +5,7 @@ import sys
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
 
-from app import __version__, routes
+from app import __version__
 from app.fleet.errors import SettingsError
 from app.fleet.http import actions, health, metrics, problems, runs
 from app.fleet.http.auth import needs
@@ -24,6 +24,9 @@ class Service(FastAPI):
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
+    # Here, so that an action that is declared wrongly is refused like any wrong setting, whoever imports it first.
+    from app import routes
+
     settings = settings or Settings.load()
     logs.set_up(as_json=settings.logs_as_json, level=settings.log_level, namespace=settings.namespace)
     app = Service(

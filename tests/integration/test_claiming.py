@@ -156,6 +156,20 @@ async def test_a_new_claim_has_a_token_nobody_had(address: str) -> None:
         assert tokens == [1, 2, 3]
 
 
+async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> None:
+    async with table(address, declare()) as here:
+        now = asyncio.get_running_loop().time()
+        later = datetime.now(UTC) + timedelta(hours=1)
+        one = await here.instance("one")
+        await one.claim()
+        await here.trigger(Order("tick"), Order("tick", run_at=later))
+        one.claimant.ready.tell(here.catalogue.id_of("tick"), 0, later, now)
+        assert len(await one.claim()) == 1
+        due = one.claimant.ready.next_due()
+        assert due is not None
+        assert 3500 < due - now < 3700
+
+
 # -- the floor --------------------------------------------------------------------------------------------------------
 
 

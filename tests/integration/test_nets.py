@@ -8,10 +8,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from app.fleet import Fenced, Run
 from app.fleet.engine import recovery, retention
 from app.fleet.engine.trigger import Order
 from tests.support.runs import Desk, desk, soon
 from tests.support.table import NAMESPACE, declare, table
+from tests.support.trial_actions import EFFECTS
 
 pytestmark = pytest.mark.anyio
 
@@ -101,6 +103,69 @@ async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here
     assert attempt.task is not None
     await asyncio.wait_for(asyncio.wait([attempt.task]), 10)
     assert attempt.ending == "fenced"
+
+
+async def test_a_limit_that_is_only_in_the_table_is_learnt(here: Desk) -> None:
+    await here.sql("UPDATE actions SET concurrency = 1 WHERE name = 'nap' RETURNING 1")
+    for run_id in await here.trigger_all([Order("nap", {"seconds": 0.01})] * 5):
+        await here.ended(run_id)
+
+
+async def test_with_few_connections_everything_goes_on(address: str) -> None:
+    async with desk(address, pool_min=1, pool_max=1) as here:
+        for run_id in await here.trigger_all([Order("echo")] * 50):
+            await here.ended(run_id)
+        assert (await here.running.client.get("/actions")).status_code == 200
+
+
+# -- late writers -----------------------------------------------------------------------------------------------------
+
+
+async def test_every_write_of_an_old_token_is_refused_while_another_attempt_is_running(here: Desk) -> None:
+    run_ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(4)]
+    for run_id in run_ids:
+        await here.until(run_id, "running")
+    by_checkpoint, by_guard, by_commit, by_event = [here.engine.executor.running_runs[each] for each in run_ids]
+    # As if each had been taken over, and run again, by somebody who lives: the row is running, under another token.
+    await here.sql("UPDATE runs SET token = token + 1 RETURNING 1")
+    with pytest.raises(Fenced):
+        await by_checkpoint.checkpoint({"late": True})
+    with pytest.raises(Fenced):
+        await within_guard(here, by_guard)
+    with pytest.raises(Fenced):
+        await within_commit(by_commit)
+    await by_event.emit("late")
+    ledger = here.engine.executor.ledger
+    await ledger.empty()
+    assert ledger.fenced == {"checkpoint": 1, "guard": 1, "commit": 1, "event": 1}
+    assert await here.sql("SELECT count(*) FROM runs WHERE state = 'running' AND checkpoint IS NULL") == [(4,)]
+    assert await here.sql("SELECT * FROM run_events") == []
+
+
+async def within_guard(here: Desk, run: Run[Any]) -> None:
+    async with here.running.context.database.session() as session:
+        await run.guard(session)
+
+
+async def within_commit(run: Run[Any]) -> None:
+    async with run.commit():
+        pass
+
+
+async def test_a_commit_waits_for_what_the_run_said_before(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    await here.sql(EFFECTS)
+    ledger = here.engine.executor.ledger
+    genuine = ledger._append
+
+    async def slowly(*given: Any) -> None:
+        await asyncio.sleep(0.3)
+        await genuine(*given)
+
+    monkeypatch.setattr(ledger, "_append", slowly)
+    run = await here.run("note")
+    assert run.state == "succeeded"
+    assert await here.sql("SELECT kind FROM run_events") == [("noting",)]
+    assert not ledger.fenced
 
 
 # -- hung and dead ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from app.fleet.db.namespace import Lock
 from app.fleet.engine.actions import Catalogue
-from app.fleet.engine.scheduler import LOCK_DUE
+from app.fleet.engine.scheduler import LOCK_DUE, READ_AGAIN
 from app.fleet.engine.synchronise import synchronise
 from tests.support.table import NAMESPACE, declare, table
 
@@ -96,6 +96,16 @@ async def test_a_scheduler_that_dies_before_its_commit_has_done_nothing(address:
             assert await here.slots() == []
         await scheduler._schedule()
         assert await here.slots() == [slot]
+
+
+async def test_a_pause_between_the_two_looks_is_seen_by_the_second(address: str) -> None:
+    async with table(address, declare(every="1h")) as here:
+        await here.due()
+        asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
+        with psycopg.connect(address) as session:
+            assert len(session.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()) == 1
+            await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
+            assert session.execute(NAMESPACE.sql(READ_AGAIN), asked).fetchall() == []
 
 
 async def test_a_schedule_that_changed_meanwhile_is_not_overwritten(address: str) -> None:
@@ -187,9 +197,13 @@ async def test_an_action_this_code_does_not_have_is_left_alone(address: str) -> 
 async def test_a_changed_schedule_gets_a_new_slot_and_an_unchanged_one_keeps_its(address: str) -> None:
     async with table(address, declare(every="1h")) as here:
         slot = await here.due(timedelta(minutes=-10))
-        for every, kept in (("1h", True), ("2h", False)):
+        for options, kept in (
+            ({"every": "1h"}, True),
+            ({"every": "1h", "priority": 5}, True),
+            ({"every": "2h"}, False),
+        ):
             async with here.database.connection() as connection:
-                await synchronise(connection, NAMESPACE, Catalogue({"tick": declare(every=every)}))
+                await synchronise(connection, NAMESPACE, Catalogue({"tick": declare(**options)}))
             assert (await here.next_slot() == slot) is kept
 
 

@@ -129,6 +129,13 @@ def test_without_a_type_any_json_object_is_a_payload() -> None:
         plain.encode({"a": object()})
 
 
+def test_a_scheduled_action_can_do_without_a_payload() -> None:
+    with pytest.raises(ActionInvalid, match="on a schedule it is given no payload, so each field needs a default"):
+
+        @action("weigh", every="1h")
+        async def weigh(_: Run[Parcel]) -> None: ...
+
+
 # -- options that are numbers -----------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ from app.fleet.telemetry.logs import events, redact
 Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
 
 IDLE = psycopg.pq.TransactionStatus.IDLE
+ENOUGH_TO_KEEP = 6
 PROBE_EVERY = 0.25
 AWAY_PATIENCE = 1.0
 # Beyond the SQLSTATE classes 08 (connection) and 57P (shutdown): read-only means a demoted primary.
@@ -76,6 +77,7 @@ class Lane:
     """One of the pool's connections, kept, for work that must not wait behind the service's own requests.
 
     It is in autocommit mode, and one task at a time uses it. What broke is given back, and replaced at the next use.
+    A pool of fewer than `ENOUGH_TO_KEEP` has none to spare: there, a lane borrows each time, like everyone.
     """
 
     def __init__(self, database: "Database") -> None:
@@ -95,6 +97,8 @@ class Lane:
                 # Whatever state it is in, another one is cheaper than finding out.
                 await self._give_back(close=True)
                 raise
+            if not self._database.keeps_lanes:
+                await self._give_back(close=False)
 
     async def close(self) -> None:
         async with self._turn:
@@ -148,6 +152,10 @@ class Database(Service):
         )
         self.engine = self._borrowing_engine()
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
+
+    @property
+    def keeps_lanes(self) -> bool:
+        return self._settings.pool_max >= ENOUGH_TO_KEEP
 
     @property
     def healthy(self) -> bool:

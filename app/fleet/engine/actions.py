@@ -172,7 +172,7 @@ def action(
     def declare(handler: AnyHandler[P]) -> Action[P]:
         try:
             check(name, misfire, overlap, retries, concurrency, priority)
-            return Action(
+            declared: Action[P] = Action(
                 name=name,
                 handler=handler,
                 payload_type=payload_type(handler),
@@ -190,9 +190,12 @@ def action(
                 summary=(inspect.getdoc(handler) or "").partition("\n")[0],
                 blocking=not inspect.iscoroutinefunction(handler),
             )
+            if declared.schedule is not None:
+                check_without_payload(declared)
         except ValueError as error:
             place = f"{handler.__module__}.{handler.__qualname__}"
             raise ActionInvalid(f"the action {name!r} ({place}) is declared wrongly: {error}") from error
+        return declared
 
     return declare
 
@@ -214,6 +217,13 @@ def check(name: str, misfire: Misfire, overlap: Overlap, retries: int, concurren
         raise ValueError(f"`concurrency` is {concurrency!r}, and must be 1 or more; to stop an action, pause it")
     if not isinstance(priority, int) or priority not in PRIORITIES:
         raise ValueError(f"`priority` is {priority!r}, and must be from {PRIORITIES[0]} to {PRIORITIES[-1]}")
+
+
+def check_without_payload(declared: Action[Any]) -> None:
+    try:
+        declared.encode(None)
+    except PayloadInvalid as error:
+        raise ValueError(f"on a schedule it is given no payload, so each field needs a default: {error}") from None
 
 
 def positive(option: str, duration: Duration) -> float:

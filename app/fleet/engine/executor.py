@@ -368,7 +368,7 @@ class Executor(Service):
     def _on_settled(self, runs: Sequence[Run[Any]]) -> None:
         self._owned.difference_update([(run.id, run.token) for run in runs])
         assert self._loop is not None
-        for action_id in {run.action_id for run in runs if run.limited}:
+        for action_id in {run.action_id for run in runs if run.limited or run.action_id in self.claimant.limited}:
             self.claimant.ready.look_at_action(action_id, self._loop.time())
         self._wake.set()
 

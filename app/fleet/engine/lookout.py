@@ -8,6 +8,7 @@ was. `LOOK` answers with rows of several kinds:
     mine     a run that is running under our id         cancelled on request? still ours? do we know of it at all?
     lapsed   (one) runs that somebody must take back    `recovery.sweep`
     slot     the action of ours that is due next        the scheduler
+    limit    an action with a limit in the cluster      claims of it are counted, whatever our code says
 
 The interval is never the same twice, so that instances that started together do not look together. An instance that
 leads acts on `lapsed` and `slot` at once; the others leave it a moment (`BACK_UP`), and then act all the same: the
@@ -81,6 +82,10 @@ FROM (
     ORDER BY next_run_at
     LIMIT 1
 ) AS a
+UNION ALL
+SELECT 'limit', id, 0, NULL, false
+FROM {schema}.actions
+WHERE id = ANY (%(actions)s) AND (concurrency IS NOT NULL OR rate_interval IS NOT NULL)
 UNION ALL
 SELECT 'now', 0, 0, clock_timestamp(), EXISTS (SELECT FROM {schema}.standby WHERE instance_id = %(me)s)
 """
@@ -158,6 +163,7 @@ class Lookout(Service):
                 by_kind.setdefault(kind, []).append(tuple(rest))
             ((_, _, server_now, announced),) = by_kind["now"]
             self._executor.claimant.clock.learn(server_now, now)
+            self._executor.claimant.limited = {action_id for action_id, *_ in by_kind.get("limit", [])}
             for action_id, priority, run_at, _ in by_kind.get("place", []):
                 self._executor.claimant.ready.tell(action_id, priority, run_at, now)
             self._executor.wake()

@@ -279,7 +279,9 @@ async def refuse_active(place: Place, namespace: Namespace, orders: Sequence[Pre
     await fetch(place, namespace.sql(HOLD_ACTIONS), {"actions": sorted({each.action_id for each in orders})})
     keyed = {key_of(each): each for each in orders if each.order.key is not None}
     known = await known_keys(place, namespace, keyed) if keyed else {}
-    new = [each for each in orders if key_of(each) not in known]
+    # A key that stands here twice is one run.
+    new = list({key_of(each): each for each in keyed.values() if key_of(each) not in known}.values())
+    new += [each for each in orders if each.order.key is None]
     active = dict(await fetch(place, namespace.sql(ACTIVE), {"actions": [each.action_id for each in new]}))
     seen: set[int] = set()
     for each in new:
