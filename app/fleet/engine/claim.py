@@ -25,10 +25,12 @@ Lock order: instance, actions by id, runs.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, TypeAlias
+
+import psycopg
 
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
@@ -126,7 +128,10 @@ CONTENDED = 0.01
 BLOCKED = 0.5
 
 LONG_AGO = datetime.fromisoformat("2000-01-01T00:00:00+00:00")
-Place = tuple[int, int]
+LATEST = datetime.max.replace(tzinfo=UTC)
+# An action's id, and a priority.
+Place: TypeAlias = tuple[int, int]
+Row: TypeAlias = tuple[Any, ...]
 
 
 @dataclass
@@ -138,6 +143,14 @@ class Spot:
     due: float | None = None
     # Something is known to wait there for a later time, so that it is worth asking for the next.
     later: bool = False
+
+
+class Wanted(NamedTuple):
+    """A place to claim from, and how many at the most."""
+
+    place: Place
+    spot: Spot
+    most: int
 
 
 @dataclass
@@ -244,38 +257,35 @@ class Claimant:
 
     async def claim(
         self, connection: Connection, me: Identity, due: Sequence[tuple[Place, Spot]], room: int, now: float
-    ) -> list[tuple[Any, ...]]:
+    ) -> list[Row]:
         """Take what is due at these places, as much as there is room for."""
         limited = [each for each in due if self._is_limited(each[0][0])]
         free = [each for each in due if not self._is_limited(each[0][0])]
-        rows: list[tuple[Any, ...]] = []
+        rows: list[Row] = []
         if free:
-            rows = await self._take(connection, me, free, shares(free, room), room, now, counted=False)
+            rows = await self._take(connection, me, shares(free, room), room, now, counted=False)
         if limited and len(rows) < room:
-            rows += await self._take_limited(connection, me, first_of_each(limited), room - len(rows), now)
+            try:
+                rows += await self._take_limited(connection, me, first_of_each(limited), room - len(rows), now)
+            except psycopg.Error:
+                # What was taken before is ours, and is not to be forgotten over this.
+                if not rows:
+                    raise
         return rows
 
     async def _take(
-        self,
-        connection: Connection,
-        me: Identity,
-        places: Sequence[tuple[Place, Spot]],
-        mosts: Sequence[int],
-        room: int,
-        now: float,
-        *,
-        counted: bool,
-    ) -> list[tuple[Any, ...]]:
+        self, connection: Connection, me: Identity, wanted: Sequence[Wanted], room: int, now: float, *, counted: bool
+    ) -> list[Row]:
         """`counted` says that the limits of these actions were looked at, under their lock."""
         asked_at = self.clock.instant(now)
         values = {
             "me": me.id,
             "name": me.name,
-            "actions": [place[0] for place, _ in places],
-            "priorities": [place[1] for place, _ in places],
-            "floors": [spot.floor for _, spot in places],
-            "mosts": list(mosts),
-            "timeouts": [self._action(place[0]).timeout for place, _ in places],
+            "actions": [each.place[0] for each in wanted],
+            "priorities": [each.place[1] for each in wanted],
+            "floors": [each.spot.floor for each in wanted],
+            "mosts": [each.most for each in wanted],
+            "timeouts": [self._action(each.place[0]).timeout for each in wanted],
             "room": room,
             "counted": counted,
         }
@@ -286,50 +296,54 @@ class Claimant:
                 rows = await cursor.fetchall()
         finally:
             told = self.ready.end()
-        done = []
-        counts: dict[Place, int] = {}
-        latest: dict[Place, datetime] = {}
+        if later := self._learn(wanted, rows, len(rows) >= room, asked_at, told):
+            await self._ask_for_next(connection, later, now)
+        return rows
+
+    def _learn(
+        self,
+        wanted: Sequence[Wanted],
+        rows: Sequence[Row],
+        cut_short: bool,
+        asked_at: datetime,
+        told: Mapping[Place, datetime],
+    ) -> list[Place]:
+        """Learn from an answer where to look next; return the places where nothing is due, but something is later."""
+        found: dict[Place, list[datetime]] = {}
         for row in rows:
-            place = (row[1], row[6])
-            counts[place] = counts.get(place, 0) + 1
-            if place not in latest or row[12] > latest[place]:
-                latest[place] = row[12]
-        for (place, spot), most in zip(places, mosts, strict=True):
-            if counts.get(place, 0) >= most or len(rows) >= room:
-                if place in latest:
-                    self.ready.found(place, min(latest[place], told.get(place, latest[place])))
-            else:
+            found.setdefault((row[1], row[6]), []).append(row[12])
+        later = []
+        for place, spot, most in wanted:
+            instants = found.get(place, [])
+            if not cut_short and len(instants) < most:
                 self.ready.exhausted(place, asked_at, told.get(place))
                 if spot.later:
-                    done.append(place)
-        if done:
-            await self._ask_for_next(connection, done, now)
-        return rows
+                    later.append(place)
+            elif instants:
+                self.ready.found(place, min(max(instants), told.get(place, LATEST)))
+        return later
 
     async def _take_limited(
         self, connection: Connection, me: Identity, places: Sequence[tuple[Place, Spot]], room: int, now: float
-    ) -> list[tuple[Any, ...]]:
+    ) -> list[Row]:
         """Take from actions whose limits the whole cluster shares; one claim of an action at a time."""
         by_action = {place[0]: (place, spot) for place, spot in places}
+        rows: list[Row] = []
         async with connection.transaction():
             await connection.execute(SHORT)
             asked = {"actions": list(by_action)}
             held = [row[0] for row in await (await connection.execute(self._sql(LOCK_LIMITED), asked)).fetchall()]
             answer = await connection.execute(self._sql(ALLOWED), {"actions": held})
-            allowed = {row[0]: row[1:] for row in await answer.fetchall()}
-            open_ = [identifier for identifier in held if allowed[identifier][0] > 0]
-            mosts = [min(room, allowed[identifier][0]) for identifier in open_]
-            rows = []
-            if open_:
-                chosen = [by_action[identifier] for identifier in open_]
-                rows = await self._take(connection, me, chosen, mosts, room, now, counted=True)
+            allowed = {identifier: (most, wait) for identifier, most, wait in await answer.fetchall()}
+            open_ = [identifier for identifier in by_action if identifier in allowed and allowed[identifier][0] > 0]
+            wanted = [Wanted(*by_action[identifier], min(room, allowed[identifier][0])) for identifier in open_]
+            if wanted:
+                rows = await self._take(connection, me, wanted, room, now, counted=True)
                 started = [sum(row[1] == identifier for row in rows) for identifier in open_]
                 await connection.execute(self._sql(USE_RATE), {"actions": open_, "started": started})
         for identifier, (place, _) in by_action.items():
-            if identifier not in allowed:
-                self.ready.wait(place, now + CONTENDED)
-            elif identifier not in open_:
-                wait = allowed[identifier][1]
+            most, wait = allowed.get(identifier, (0, CONTENDED))
+            if most <= 0:
                 self.ready.wait(place, now + (BLOCKED if wait is None else min(max(wait, 0.001), BLOCKED)))
         return rows
 
@@ -349,10 +363,10 @@ class Claimant:
         return action
 
 
-def shares(places: Sequence[tuple[Place, Spot]], room: int) -> list[int]:
+def shares(places: Sequence[tuple[Place, Spot]], room: int) -> list[Wanted]:
     """Give each place of one priority the same share, so that a flood of one action does not starve the others."""
     sizes = Counter(place[1] for place, _ in places)
-    return [-(-room // sizes[place[1]]) for place, _ in places]
+    return [Wanted(place, spot, -(-room // sizes[place[1]])) for place, spot in places]
 
 
 def first_of_each(places: Sequence[tuple[Place, Spot]]) -> list[tuple[Place, Spot]]:

@@ -35,6 +35,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outage
 from app.fleet.db.statements import fetch
+from app.fleet.engine.ending import INSERT_FINISHED
 from app.fleet.engine.run import STATE_MOST, Run, as_json
 from app.fleet.errors import Fenced
 from app.fleet.stream import events as stream
@@ -56,27 +57,18 @@ TRANSIENT = {"40001", "40P01", "55P03", "57014"}
 
 log = events(__name__)
 
-FINISH = """
+FINISH = f"""
 WITH ended AS (
     SELECT *
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
          AS e (id, token, state, result, error)
 ), gone AS (
-    DELETE FROM {schema}.runs AS r
+    DELETE FROM {{schema}}.runs AS r
     USING ended AS e
     WHERE r.id = e.id AND r.token = e.token AND r.state = 'running'
     RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
 )
-INSERT INTO {schema}.finished_runs (
-    id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
-    payload, checkpoint, progress, result, error, events, created_at, started_at, finished_at, expires_at
-)
-SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
-       g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by, g.events,
-       g.created_at, g.started_at, clock_timestamp(), clock_timestamp() + a.retention
-FROM gone AS g
-JOIN {schema}.actions AS a ON a.id = g.action_id
-"""
+{INSERT_FINISHED}"""
 
 # Back to `pending`. A retry waits for its delay; a pause goes on where it was, as if it had not been claimed.
 GIVE_BACK = """

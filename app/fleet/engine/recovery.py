@@ -23,6 +23,7 @@ from app.fleet.cluster.registry import Session
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import FACTOR
+from app.fleet.engine.ending import INSERT_FINISHED
 
 DEATHS = 20
 # How long after its deadline a run is taken from an instance that still lives.
@@ -36,18 +37,6 @@ FROM back
 GROUP BY action_id, priority
 """
 
-FINISH_FAILED = """
-INSERT INTO {schema}.finished_runs (
-    id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
-    payload, checkpoint, progress, error, events, created_at, started_at, finished_at, expires_at
-)
-SELECT g.id, g.action_id, 'failed', g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
-       g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress, g.ended_by, g.events,
-       g.created_at, g.started_at, clock_timestamp(), clock_timestamp() + a.retention
-FROM gone AS g
-JOIN {schema}.actions AS a ON a.id = g.action_id
-"""
-
 TAKE_BACK = f"""
 WITH lost AS MATERIALIZED (
     SELECT id, deaths + 1 >= {DEATHS} AS deadly
@@ -58,10 +47,11 @@ WITH lost AS MATERIALIZED (
     DELETE FROM {{schema}}.runs AS r
     USING lost AS l
     WHERE r.id = l.id AND l.deadly
-    RETURNING r.*, format('%%s instances died while they ran it, the last of them %%s', r.deaths + 1, r.instance)
-                   AS ended_by
+    RETURNING r.*, 'failed' AS ended_as, NULL AS ended_with,
+              format('%%s instances died while they ran it, the last of them %%s', r.deaths + 1, r.instance)
+              AS ended_by
 ), failed AS (
-    {FINISH_FAILED}
+    {INSERT_FINISHED}
 ), back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', deaths = r.deaths + 1, deadline_at = NULL,
@@ -95,9 +85,9 @@ WITH lost AS MATERIALIZED (
     DELETE FROM {{schema}}.runs AS r
     USING lost AS l
     WHERE r.id = l.id AND l.spent
-    RETURNING r.*, l.why AS ended_by
+    RETURNING r.*, 'failed' AS ended_as, NULL AS ended_with, l.why AS ended_by
 ), failed AS (
-    {FINISH_FAILED}
+    {INSERT_FINISHED}
 ), back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', error = l.why, deadline_at = NULL,

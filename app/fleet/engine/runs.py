@@ -13,6 +13,7 @@ from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.engine.ending import INSERT_FINISHED
 from app.fleet.errors import RunNotReady, RunUnknown
 
 State = Literal["pending", "running", "succeeded", "failed", "cancelled"]
@@ -63,21 +64,13 @@ PAGE = """
     LIMIT %(limit)s
 """
 
-CANCEL_PENDING = """
+CANCEL_PENDING = f"""
 WITH gone AS (
-    DELETE FROM {schema}.runs WHERE id = %(id)s AND state = 'pending' RETURNING *
+    DELETE FROM {{schema}}.runs
+    WHERE id = %(id)s AND state = 'pending'
+    RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, before it began' AS ended_by
 )
-INSERT INTO {schema}.finished_runs (
-    id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
-    payload, checkpoint, progress, error, events, created_at, started_at, finished_at, expires_at
-)
-SELECT g.id, g.action_id, 'cancelled', g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts,
-       g.trigger, g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress,
-       'cancelled on request, before it began', g.events, g.created_at, g.started_at, clock_timestamp(),
-       clock_timestamp() + a.retention
-FROM gone AS g
-JOIN {schema}.actions AS a ON a.id = g.action_id
-RETURNING id
+{INSERT_FINISHED}RETURNING id
 """
 
 # The row asks, and stays asking when the run moves; the notification makes it quick.
