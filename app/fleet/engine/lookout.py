@@ -114,7 +114,7 @@ class Lookout(Service):
         """`on_slot` is told when the next slot of our actions is due."""
         super().__init__()
         self.looks = 0
-        # Of the run of our actions that has been due for longest, in seconds.
+        # Of the run that has been due for longest, of any action, in seconds.
         self.oldest_wait = 0.0
         self._database = database
         self._member = member

@@ -8,8 +8,8 @@ exceeded its deadline), the token is out of date and every write raises `Fenced`
     async with run.commit() as s     effects and the run's completion, in one transaction or not at all
     await run.guard(session)         this transaction commits only if the run is still ours
 
-When the instance drains, `run.stopping` is set. A run may finish then, for a while; one that takes a checkpoint stops
-there, and goes on from it elsewhere, without having used up an attempt.
+When a shutdown comes to the executor, `run.stopping` is set. A run may finish then, for a while; one that takes a
+checkpoint stops there, and goes on from it elsewhere, without having used up an attempt.
 
 A plain function runs in a thread, and does the same through `run.blocking`.
 """
@@ -104,7 +104,7 @@ class Run(Generic[P]):
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set when the instance drains; a thread may look at it too, with `is_set()`."""
+        """Set when the executor pauses, in a shutdown; a thread may look at it too, with `is_set()`."""
         return self._ledger.stopping
 
     @property
