@@ -104,8 +104,7 @@ async def measure(postgres: Postgres, folder: Path, finished: int, turns: int, s
             name: Subject(address, await stack.enter_async_context(running(address)), folder / f"{name}.sql")
             for name, address in addresses.items()
         }
-        for subject in subjects.values():
-            await subject.under_load(postgres, WARM_UP)
+        await asyncio.gather(*(subject.under_load(postgres, WARM_UP) for subject in subjects.values()))
         began = time.monotonic()
         await subjects["finished"].fill(finished)
         print(f"{finished:,} finished runs put in within {time.monotonic() - began:.0f} s", flush=True)

@@ -12,14 +12,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
+import psycopg
 import uvloop
 
 from app.fleet import Order, trigger_many
-from benchmarks.conditions import ACTIONS, durable_server, instances
+from benchmarks.conditions import ACTIONS, instances
 from benchmarks.latency import JSON, asked, connected
 from benchmarks.report import rates
 from tests.support.fleet import Ship
-from tests.support.postgres import Postgres
 from tests.support.service import service
 
 ROUNDS = 5
@@ -35,15 +35,15 @@ PAUSE = "/actions/noop/pause"
 def run(*, short: bool) -> None:
     rounds, share = (1, 0.1) if short else (ROUNDS, 1.0)
     with instances(1) as (postgres, _, (ship,)):
-        rest = over_rest(postgres, ship, rounds, int(REST_RUNS * share))
-    with durable_server() as postgres:
-        code = uvloop.run(in_code(postgres, rounds, int(CODE_RUNS * share)))
+        rest = over_rest(postgres.address_of(), ship, rounds, int(REST_RUNS * share))
+        ship.end()
+        code = uvloop.run(in_code(postgres.new_database(), rounds, int(CODE_RUNS * share)))
     print(f"{'':<46} runs/s in each of {rounds} rounds")
     print(rates("POST /runs:batch, 1,000 each, two clients", rest, least=REST_LEAST))
     print(rates("trigger_many, 1,000 each, two tasks", code, least=CODE_LEAST))
 
 
-def over_rest(postgres: Postgres, ship: Ship, rounds: int, runs: int) -> list[float]:
+def over_rest(address: str, ship: Ship, rounds: int, runs: int) -> list[float]:
     each = runs // CLIENTS // BATCH
     orders = [{"action": "noop", "payload": {"number": n, "name": "Flotilla", "ok": True}} for n in range(BATCH)]
     body = json.dumps({"runs": orders}).encode()
@@ -52,12 +52,12 @@ def over_rest(postgres: Postgres, ship: Ship, rounds: int, runs: int) -> list[fl
     measured = []
     with ThreadPoolExecutor(CLIENTS) as threads:
         for _ in range(rounds):
-            before = count(postgres)
+            before = count(address)
             began = time.perf_counter()
             sent = [threads.submit(send, connection, body, each) for connection in connections]
             answered = [client.result() for client in sent]
             measured.append(runs / (time.perf_counter() - began))
-            check(postgres, before + runs)
+            check(address, before + runs)
             if any(len(json.loads(answer)["runs"]) != BATCH for answer in answered):
                 raise RuntimeError("an answer does not have every run")
     for connection in connections:
@@ -77,11 +77,11 @@ def send(connection: HTTPConnection, body: bytes, times: int) -> bytes:
     return answer
 
 
-async def in_code(postgres: Postgres, rounds: int, runs: int) -> list[float]:
+async def in_code(address: str, rounds: int, runs: int) -> list[float]:
     each = runs // CLIENTS // BATCH
     orders = [Order("noop")] * BATCH
     measured = []
-    async with service(postgres.address_of(), actions=(ACTIONS,), log_level="warning") as running:
+    async with service(address, actions=(ACTIONS,), log_level="warning") as running:
         (await running.client.post(PAUSE)).raise_for_status()
 
         async def task() -> None:
@@ -89,20 +89,20 @@ async def in_code(postgres: Postgres, rounds: int, runs: int) -> list[float]:
                 await trigger_many(orders)
 
         for _ in range(rounds):
-            before = count(postgres)
+            before = count(address)
             began = time.perf_counter()
             await asyncio.gather(*(task() for _ in range(CLIENTS)))
             measured.append(runs / (time.perf_counter() - began))
-            check(postgres, before + runs)
+            check(address, before + runs)
     return measured
 
 
-def count(postgres: Postgres) -> int:
-    with postgres.session() as session:
+def count(address: str) -> int:
+    with psycopg.connect(address) as session:
         row = session.execute("SELECT count(*) FROM flotilla.runs").fetchone()
     return row[0] if row else 0
 
 
-def check(postgres: Postgres, expected: int) -> None:
-    if (found := count(postgres)) != expected:
+def check(address: str, expected: int) -> None:
+    if (found := count(address)) != expected:
         raise RuntimeError(f"there are {found} runs, and {expected} were put in")

@@ -9,7 +9,6 @@ The samples are at random distances and spread over the instances, each over a c
 
 import json
 import random
-import tempfile
 import time
 from datetime import datetime
 from http.client import HTTPConnection
@@ -31,23 +30,21 @@ P99 = 20
 
 def run(*, short: bool) -> None:
     samples = 30 if short else SAMPLES
-    with tempfile.TemporaryDirectory() as folder:
-        marks = Marks(folder)
-        with instances(INSTANCES, **marks.env) as (_, _, ships):
-            connections = [connected(ship) for ship in ships]
-            sent = {}
-            for number in range(samples + WARM_UP):
-                time.sleep(random.uniform(*APART))
-                connection = random.choice(connections)
-                began = time.monotonic_ns()
-                identifier = trigger(connection, "mark")
-                if number >= WARM_UP:
-                    sent[identifier] = began
-            eventually(lambda: sent.keys() <= {mark.run for mark in marks.all()})
-            started = {mark.run: mark.monotonic for mark in marks.all()}
-            claimed = [seconds_to_claim(connections[0], identifier) for identifier in sent]
-            for connection in connections:
-                connection.close()
+    with Marks() as marks, instances(INSTANCES, **marks.env) as (_, _, ships):
+        connections = [connected(ship) for ship in ships]
+        sent = {}
+        for number in range(samples + WARM_UP):
+            time.sleep(random.uniform(*APART))
+            connection = random.choice(connections)
+            began = time.monotonic_ns()
+            identifier = trigger(connection, "mark")
+            if number >= WARM_UP:
+                sent[identifier] = began
+        eventually(lambda: sent.keys() <= {mark.run for mark in marks.all()})
+        started = {mark.run: mark.monotonic for mark in marks.all()}
+        claimed = [seconds_to_claim(connections[0], identifier) for identifier in sent]
+        for connection in connections:
+            connection.close()
     whole = [(started[identifier] - began) / 1e9 for identifier, began in sent.items()]
     print(distribution("before POST → the action began", whole, median_ms=MEDIAN, bound_ms=P99))
     print(distribution("created_at → started_at", claimed, median_ms=MEDIAN, bound_ms=P99))

@@ -6,7 +6,6 @@ other process, on the same monotonic clock.
 """
 
 import random
-import tempfile
 import time
 
 from benchmarks.conditions import instances
@@ -22,17 +21,15 @@ P99 = 500
 def run(*, short: bool) -> None:
     kills = 2 if short else KILLS
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory() as folder:
-        marks = Marks(folder)
-        with instances(INSTANCES, **marks.env) as (_, fleet, started):
-            ships = list(started)
-            for number in range(kills):
-                of_leader = number % 2 == 0
-                leader = leader_of(ships)
-                victim = leader if of_leader else random.choice([ship for ship in ships if ship is not leader])
-                seconds[of_leader].append(rescued(ships, victim, marks))
-                if number < kills - 1:
-                    ships.extend(fleet.start())
+    with Marks() as marks, instances(INSTANCES, **marks.env) as (_, fleet, started):
+        ships = list(started)
+        for number in range(kills):
+            of_leader = number % 2 == 0
+            leader = leader_of(ships)
+            victim = leader if of_leader else random.choice([ship for ship in ships if ship is not leader])
+            seconds[of_leader].append(rescued(ships, victim, marks))
+            if number < kills - 1:
+                ships.extend(fleet.start())
     print(distribution("SIGKILL of the leader → begun elsewhere", seconds[True]))
     print(distribution("SIGKILL of a follower → begun elsewhere", seconds[False]))
     print(distribution("SIGKILL → begun elsewhere", seconds[True] + seconds[False], bound_ms=P99))

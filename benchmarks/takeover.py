@@ -28,7 +28,7 @@ WHERE l.locktype = 'relation' AND l.granted AND l.relation = 'flotilla.leader_tu
 
 
 def run(*, short: bool) -> None:
-    rounds = 5 if short else ROUNDS
+    rounds = 1 if short else ROUNDS
     with (
         server() as postgres,
         tempfile.TemporaryDirectory() as folder,
