@@ -3,7 +3,8 @@
 So that what the fleet writes can be part of the caller's transaction, in whichever way the caller talks to PostgreSQL.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeAlias
 
 import psycopg
@@ -12,6 +13,17 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from app.fleet.db.pool import Connection
 
 Place: TypeAlias = AsyncSession | AsyncConnection | Connection
+
+
+def array(values: Iterable[float | datetime | None]) -> str:
+    """Write numbers and instants as PostgreSQL writes an array: an element at a time, the driver takes far longer."""
+    return f"{{{','.join([element(value) for value in values])}}}"
+
+
+def element(value: float | datetime | None) -> str:
+    if value is None:
+        return "NULL"
+    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 async def fetch(place: Place, statement: bytes, values: Mapping[str, Any] | None = None) -> Sequence[tuple[Any, ...]]:

@@ -24,6 +24,7 @@ found by the poll.
 Lock order: instance, actions by id, runs.
 """
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ import psycopg
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.db.statements import array
 from app.fleet.engine.actions import Action, Catalogue
 
 # What a claim returns of each run: first what `Run` takes, then what the executor needs.
@@ -206,12 +208,16 @@ class Ready:
             if place[0] == action_id:
                 spot.due = now
 
-    def due(self, now: float) -> list[tuple[Place, Spot]]:
-        """Where to look now: the highest priority first, then whoever waits longest."""
+    def due(self, now: float, most: int = 1000) -> list[tuple[Place, Spot]]:
+        """Where to look now: the highest priority first, then, by the second, whoever waits longest.
+
+        Beyond that by chance, so that instances which look in the same moment look at different places.
+        """
         found = [(place, spot) for place, spot in self._spots.items() if spot.due is not None and spot.due <= now]
         if len(found) > 1:
-            found.sort(key=lambda each: (-each[0][1], each[1].floor, each[0]))
-        return found
+            random.shuffle(found)
+            found.sort(key=lambda each: (-each[0][1], each[1].floor.replace(microsecond=0)))
+        return found[:most]
 
     def next_due(self) -> float | None:
         return min((spot.due for spot in self._spots.values() if spot.due is not None), default=None)
@@ -281,11 +287,11 @@ class Claimant:
         values = {
             "me": me.id,
             "name": me.name,
-            "actions": [each.place[0] for each in wanted],
-            "priorities": [each.place[1] for each in wanted],
-            "floors": [each.spot.floor for each in wanted],
-            "mosts": [each.most for each in wanted],
-            "timeouts": [self._action(each.place[0]).timeout for each in wanted],
+            "actions": array(each.place[0] for each in wanted),
+            "priorities": array(each.place[1] for each in wanted),
+            "floors": array(each.spot.floor for each in wanted),
+            "mosts": array(each.most for each in wanted),
+            "timeouts": array(self._action(each.place[0]).timeout for each in wanted),
             "room": room,
             "counted": counted,
         }

@@ -2,13 +2,12 @@
 
 Wired here, and nowhere else: who is told what. Notifications come in as `kind:rest`:
 
-    runs:action:priority:instant    runs wait there, from that instant on (microseconds since 1970)
+    runs:…                          runs wait at these places (`telling.py`)
     cancel:run                      a running run is to be cancelled
     slots                           a schedule was changed or resumed
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
@@ -19,12 +18,11 @@ from app.fleet.engine.lookout import Lookout
 from app.fleet.engine.retention import Retention
 from app.fleet.engine.scheduler import Scheduler
 from app.fleet.engine.synchronise import announce, synchronise
+from app.fleet.engine.telling import heard
 from app.fleet.engine.trigger import Triggers, current
 from app.fleet.phase import Course
 from app.fleet.service import Service
 from app.fleet.settings import FleetSettings
-
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Engine:
@@ -73,7 +71,7 @@ class Engine:
         self.lookout.look_now()
 
     def _runs_wait(self, rest: str) -> None:
-        action_id, priority, instant = map(int, rest.split(":"))
         now = self.executor.now()
-        self.executor.claimant.ready.tell(action_id, priority, EPOCH + timedelta(microseconds=instant), now)
+        for action_id, priority, run_at in heard(rest):
+            self.executor.claimant.ready.tell(action_id, priority, run_at, now)
         self.executor.wake()

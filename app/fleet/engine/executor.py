@@ -50,6 +50,8 @@ BATCH = 500
 # The first claim after a pause takes few, so that a handful of runs is shared; each one that finds more takes more.
 FIRST = 4
 GROWTH = 4
+# A claim looks at so many places, and at more the more it wants: most are empty, if others look too.
+PLACES = 128
 TICK = 0.1
 RETRY = 0.1
 STUBBORN = 5.0
@@ -176,7 +178,7 @@ class Executor(Service):
         while True:
             self._wake.clear()
             now = self._loop.time()
-            due = self.claimant.ready.due(now) if self._may_claim() else []
+            due = self.claimant.ready.due(now, 2 * self._appetite + PLACES) if self._may_claim() else []
             if not due:
                 await self._sleep_until(self.claimant.ready.next_due(), now)
                 continue
@@ -204,7 +206,8 @@ class Executor(Service):
         identity = self._member.identity
         if identity is None:
             return
-        room = min(self.room, self._appetite)
+        # Where many wait for different actions, there is enough for everyone.
+        room = min(self.room, max(self._appetite, len(due) // 3))
         async with self._lane.connection() as connection:
             rows = await self.claimant.claim(connection, identity, due, room, now)
         if self._member.identity != identity:

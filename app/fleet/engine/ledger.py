@@ -34,9 +34,10 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outage
-from app.fleet.db.statements import fetch
+from app.fleet.db.statements import array, fetch
 from app.fleet.engine.ending import INSERT_FINISHED
 from app.fleet.engine.run import STATE_MOST, Run, as_json
+from app.fleet.engine.telling import tell
 from app.fleet.errors import Fenced
 from app.fleet.stream import events as stream
 from app.fleet.telemetry.logs import events
@@ -71,9 +72,9 @@ WITH ended AS (
 {INSERT_FINISHED}"""
 
 # Back to `pending`. A retry waits for its delay; a pause goes on where it was, as if it had not been claimed.
-GIVE_BACK = """
+GIVE_BACK = f"""
 WITH back AS (
-    UPDATE {schema}.runs AS r
+    UPDATE {{schema}}.runs AS r
     SET state = 'pending',
         run_at = CASE WHEN b.delay IS NULL THEN r.run_at ELSE clock_timestamp() + make_interval(secs => b.delay) END,
         attempt = r.attempt - CASE WHEN b.delay IS NULL THEN 1 ELSE 0 END,
@@ -84,10 +85,7 @@ WITH back AS (
     WHERE r.id = b.id AND r.token = b.token AND r.state = 'running'
     RETURNING r.id, r.action_id, r.priority, r.run_at
 ), told AS (
-    SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
-                                         floor(extract(epoch FROM min(run_at)) * 1e6)::int8))
-    FROM back
-    GROUP BY action_id, priority
+    {tell("back")}
 )
 SELECT id FROM back, (SELECT count(*) FROM told) AS t
 """
@@ -379,10 +377,9 @@ class Ledger:
 
     async def _finish(self, connection: Connection, batch: Sequence[Ended], _again: bool) -> None:
         runs = [each.run for each in batch]
-        # Written as text by hand: a number at a time through the driver costs more than the run.
         values: dict[str, Any] = {
-            "ids": f"{{{','.join([str(run.id) for run in runs])}}}",
-            "tokens": f"{{{','.join([str(run.token) for run in runs])}}}",
+            "ids": array([run.id for run in runs]),
+            "tokens": array([run.token for run in runs]),
             "states": None,
             "results": None,
             "errors": None,

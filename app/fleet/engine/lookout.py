@@ -26,6 +26,7 @@ import psycopg
 
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Connection, Database
+from app.fleet.db.statements import array
 from app.fleet.engine import recovery
 from app.fleet.engine.actions import Catalogue
 from app.fleet.engine.executor import Executor
@@ -78,14 +79,14 @@ SELECT 'slot', a.id, 0, a.next_run_at, false
 FROM (
     SELECT id, next_run_at
     FROM {schema}.actions
-    WHERE id = ANY (%(actions)s) AND paused_at IS NULL AND next_run_at IS NOT NULL
+    WHERE id = ANY (%(actions)s::int[]) AND paused_at IS NULL AND next_run_at IS NOT NULL
     ORDER BY next_run_at
     LIMIT 1
 ) AS a
 UNION ALL
 SELECT 'limit', id, 0, NULL, false
 FROM {schema}.actions
-WHERE id = ANY (%(actions)s) AND (concurrency IS NOT NULL OR rate_interval IS NOT NULL)
+WHERE id = ANY (%(actions)s::int[]) AND (concurrency IS NOT NULL OR rate_interval IS NOT NULL)
 UNION ALL
 SELECT 'now', 0, 0, clock_timestamp(), EXISTS (SELECT FROM {schema}.standby WHERE instance_id = %(me)s)
 """
@@ -153,7 +154,7 @@ class Lookout(Service):
         known = dict(self._executor.running_runs)
         # The leader acts at once, the others a moment later.
         slack = recovery.SLACK + (0 if self._member.leading else BACK_UP)
-        values = {"me": me, "actions": self._catalogue.ids, "slack": slack}
+        values = {"me": me, "actions": array(self._catalogue.ids), "slack": slack}
         async with self._database.autocommit() as connection:
             rows = await (await connection.execute(self._database.namespace.sql(LOOK), values)).fetchall()
             self.looks += 1

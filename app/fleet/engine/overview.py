@@ -28,6 +28,7 @@ from app.fleet.engine import runs
 from app.fleet.engine.actions import NAME, Catalogue
 from app.fleet.engine.runs import RunRecord
 from app.fleet.engine.schedule import Misfire, Overlap, Schedule, written
+from app.fleet.engine.telling import tell
 from app.fleet.errors import ActionUnknown
 
 ActionState = Literal["active", "paused", "vanished"]
@@ -139,22 +140,23 @@ WHERE id = %(id)s
 RETURNING pg_notify('{channel}', 'slots:')
 """
 
-# `runs:action:priority:instant` for each place where runs of it have been waiting.
 TELL_WAITING = f"""
-SELECT pg_notify('{{channel}}', format('runs:%%s:%%s:%%s', a.id, w.priority,
-                                       floor(extract(epoch FROM w.run_at) * 1e6)::int8))
-FROM {{schema}}.actions AS a, LATERAL (
-    {PRIORITIES}
-    SELECT p.priority, q.run_at
-    FROM place AS p, LATERAL (
-        SELECT run_at
-        FROM {{schema}}.runs
-        WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
-        ORDER BY run_at
-        LIMIT 1
-    ) AS q
-) AS w
-WHERE a.id = %(id)s
+WITH waiting AS (
+    SELECT a.id AS action_id, w.priority, w.run_at
+    FROM {{schema}}.actions AS a, LATERAL (
+        {PRIORITIES}
+        SELECT p.priority, q.run_at
+        FROM place AS p, LATERAL (
+            SELECT run_at
+            FROM {{schema}}.runs
+            WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
+            ORDER BY run_at
+            LIMIT 1
+        ) AS q
+    ) AS w
+    WHERE a.id = %(id)s
+)
+{tell("waiting")}
 """
 
 ID = "SELECT id FROM {schema}.actions WHERE name = %(name)s"

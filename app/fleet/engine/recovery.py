@@ -24,18 +24,11 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import FACTOR
 from app.fleet.engine.ending import INSERT_FINISHED
+from app.fleet.engine.telling import tell
 
 DEATHS = 20
 # How long after its deadline a run is taken from an instance that still lives.
 SLACK = 8.0
-
-# `runs:action:priority:instant` for each place where runs wait again.
-TELL = """
-SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
-                                     floor(extract(epoch FROM min(run_at)) * 1e6)::int8))
-FROM back
-GROUP BY action_id, priority
-"""
 
 TAKE_BACK = f"""
 WITH lost AS MATERIALIZED (
@@ -60,7 +53,7 @@ WITH lost AS MATERIALIZED (
     WHERE r.id = l.id AND NOT l.deadly
     RETURNING r.action_id, r.priority, r.run_at
 )
-{TELL}
+{tell("back")}
 """
 
 FORGET_STANDBY = "DELETE FROM {schema}.standby WHERE instance_id = ANY (%(dead)s)"
@@ -96,7 +89,7 @@ WITH lost AS MATERIALIZED (
     WHERE r.id = l.id AND NOT l.spent
     RETURNING r.action_id, r.priority, r.run_at
 )
-{TELL}
+{tell("back")}
 """
 
 

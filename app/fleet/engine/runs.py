@@ -14,6 +14,7 @@ from psycopg.rows import class_row
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.ending import INSERT_FINISHED
+from app.fleet.engine.telling import tell
 from app.fleet.errors import RunNotReady, RunUnknown
 
 State = Literal["pending", "running", "succeeded", "failed", "cancelled"]
@@ -82,11 +83,11 @@ RETURNING pg_notify('{channel}', 'cancel:' || id)
 """
 
 # The same run again: same id, same key, from its last checkpoint. Its token is kept, so that it goes on growing.
-REVIVE = """
+REVIVE = f"""
 WITH back AS (
-    DELETE FROM {schema}.finished_runs WHERE id = %(id)s AND state IN ('failed', 'cancelled') RETURNING *
+    DELETE FROM {{schema}}.finished_runs WHERE id = %(id)s AND state IN ('failed', 'cancelled') RETURNING *
 ), added AS (
-    INSERT INTO {schema}.runs (
+    INSERT INTO {{schema}}.runs (
         id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, payload,
         checkpoint, progress, error, events, created_at
     )
@@ -95,17 +96,17 @@ WITH back AS (
     FROM back
     RETURNING action_id, priority, run_at
 )
-SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
-                                     floor(extract(epoch FROM run_at) * 1e6)::int8))
-FROM added
+{tell("added")}
 """
 
-HURRY = """
-UPDATE {schema}.runs
-SET run_at = clock_timestamp()
-WHERE id = %(id)s AND state = 'pending' AND run_at > clock_timestamp()
-RETURNING pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
-                                        floor(extract(epoch FROM run_at) * 1e6)::int8))
+HURRY = f"""
+WITH hurried AS (
+    UPDATE {{schema}}.runs
+    SET run_at = clock_timestamp()
+    WHERE id = %(id)s AND state = 'pending' AND run_at > clock_timestamp()
+    RETURNING action_id, priority, run_at
+)
+{tell("hurried")}
 """
 
 

@@ -36,9 +36,11 @@ import psycopg
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Lock
 from app.fleet.db.pool import Connection, Database
+from app.fleet.db.statements import array
 from app.fleet.engine.actions import Catalogue
 from app.fleet.engine.claim import SHORT, Clock
 from app.fleet.engine.schedule import Schedule
+from app.fleet.engine.telling import tell
 from app.fleet.errors import DatabaseError
 from app.fleet.phase import Course
 from app.fleet.service import Service
@@ -57,7 +59,7 @@ LOCK_DUE = """
 WITH due AS MATERIALIZED (
     SELECT id
     FROM {schema}.actions
-    WHERE next_run_at <= clock_timestamp() AND paused_at IS NULL AND id = ANY (%(actions)s)
+    WHERE next_run_at <= clock_timestamp() AND paused_at IS NULL AND id = ANY (%(actions)s::int[])
     ORDER BY next_run_at, id
     LIMIT %(batch)s
 )
@@ -67,40 +69,41 @@ SELECT id, pg_try_advisory_xact_lock({class}, %(kind)s + id) FROM due
 READ_AGAIN = """
 SELECT id, schedule, misfire, overlap, next_run_at, clock_timestamp()
 FROM {schema}.actions
-WHERE id = ANY (%(actions)s) AND next_run_at <= clock_timestamp() AND paused_at IS NULL
+WHERE id = ANY (%(actions)s::int[]) AND next_run_at <= clock_timestamp() AND paused_at IS NULL
 """
 
 # Slots whose action is still busy with an earlier one are left out, if it wants it so.
-INSERT_RUNS = """
-WITH slots AS (
-    SELECT *
+INSERT_RUNS = f"""
+WITH slots AS MATERIALIZED (
+    SELECT *, 'slot:' || to_char(slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US') AS key
     FROM unnest(%(actions)s::int[], %(slots)s::timestamptz[], %(jitters)s::float8[], %(alone)s::bool[])
          AS s (action_id, slot, jitter, alone)
-    WHERE NOT (alone AND EXISTS (
-        SELECT FROM {schema}.runs AS r WHERE r.action_id = s.action_id AND r.state IN ('pending', 'running')
-    ))
+    -- One probe of each index: a NOT IN or EXISTS here may become a walk through all that waits.
+    WHERE NOT (
+        alone
+        AND coalesce(
+            (SELECT true FROM {{schema}}.runs AS r WHERE r.action_id = s.action_id AND r.state = 'running' LIMIT 1),
+            (SELECT true FROM {{schema}}.runs AS r WHERE r.action_id = s.action_id AND r.state = 'pending' LIMIT 1),
+            false
+        )
+    )
 ), new AS (
-    INSERT INTO {schema}.run_keys (action_id, key, run_id)
-    SELECT action_id, 'slot:' || to_char(slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US'),
-           nextval('{schema}.runs_id_seq')
+    INSERT INTO {{schema}}.run_keys (action_id, key, run_id)
+    SELECT action_id, key, nextval('{{schema}}.runs_id_seq')
     FROM slots
     ORDER BY action_id, slot
     ON CONFLICT DO NOTHING
     RETURNING action_id, key, run_id
 ), added AS (
-    INSERT INTO {schema}.runs (id, action_id, priority, run_at, max_attempts, trigger, scheduled_for)
+    INSERT INTO {{schema}}.runs (id, action_id, priority, run_at, max_attempts, trigger, scheduled_for)
     SELECT n.run_id, s.action_id, a.priority, s.slot + make_interval(secs => s.jitter * random()), a.max_attempts,
            'schedule', s.slot
     FROM new AS n
-    JOIN slots AS s ON s.action_id = n.action_id
-         AND n.key = 'slot:' || to_char(s.slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US')
-    JOIN {schema}.actions AS a ON a.id = s.action_id
+    JOIN slots AS s ON s.action_id = n.action_id AND s.key = n.key
+    JOIN {{schema}}.actions AS a ON a.id = s.action_id
     RETURNING action_id, priority, run_at
 ), told AS (
-    SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
-                                         floor(extract(epoch FROM min(run_at)) * 1e6)::int8))
-    FROM added
-    GROUP BY action_id, priority
+    {tell("added")}
 )
 SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
 """
@@ -115,7 +118,7 @@ WHERE a.id = n.action_id AND a.next_run_at = n.was
 NEXT_SLOT = """
 SELECT min(next_run_at), clock_timestamp()
 FROM {schema}.actions
-WHERE id = ANY (%(actions)s) AND paused_at IS NULL
+WHERE id = ANY (%(actions)s::int[]) AND paused_at IS NULL
 """
 
 
@@ -190,7 +193,7 @@ class Scheduler(Service):
                 taken, contended = await self._claim_due(connection)
                 if taken < BATCH:
                     break
-            answer = await connection.execute(self._sql(NEXT_SLOT), {"actions": self._catalogue.ids})
+            answer = await connection.execute(self._sql(NEXT_SLOT), {"actions": array(self._catalogue.ids)})
             row = await answer.fetchone()
         assert row is not None
         slot, server_now = row
@@ -204,11 +207,11 @@ class Scheduler(Service):
         """One transaction of the protocol above. Returns how many were due, and whether some were left to others."""
         async with connection.transaction():
             await connection.execute(SHORT)
-            asked = {"actions": self._catalogue.ids, "batch": BATCH, "kind": Lock.ACTION.key(0)}
+            asked = {"actions": array(self._catalogue.ids), "batch": BATCH, "kind": Lock.ACTION.key(0)}
             due = await (await connection.execute(self._sql(LOCK_DUE), asked)).fetchall()
             held = [identifier for identifier, taken in due if taken]
             if held:
-                again = await connection.execute(self._sql(READ_AGAIN), {"actions": held})
+                again = await connection.execute(self._sql(READ_AGAIN), {"actions": array(held)})
                 await self._insert(connection, await again.fetchall())
         return len(due), len(held) < len(due)
 
@@ -227,9 +230,10 @@ class Scheduler(Service):
             moved.append(identifier)
             were.append(next_run_at)
             nexts.append(following)
-        runs = {"actions": actions, "slots": slots, "jitters": jitters, "alone": alone}
+        runs = {"actions": array(actions), "slots": array(slots), "jitters": array(jitters), "alone": array(alone)}
         answer = await (await connection.execute(self._sql(INSERT_RUNS), runs)).fetchone()
-        await connection.execute(self._sql(ADVANCE), {"actions": moved, "were": were, "nexts": nexts})
+        advanced = {"actions": array(moved), "were": array(were), "nexts": array(nexts)}
+        await connection.execute(self._sql(ADVANCE), advanced)
         assert answer is not None
         self.scheduled += answer[0]
 

@@ -29,6 +29,7 @@ from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, fetch
 from app.fleet.engine.actions import PRIORITIES, Action, Catalogue
 from app.fleet.engine.runs import RunRecord, Trigger
+from app.fleet.engine.telling import tell
 from app.fleet.errors import AlreadyActive, EngineError, FleetError, KeyInFlight, KeyReused
 
 KEY_MOST = 200
@@ -39,19 +40,16 @@ LATEST = datetime(9999, 1, 1, tzinfo=UTC)
 # The action's id, and the key with its kind.
 Key: TypeAlias = tuple[int, str]
 
-INSERT = """
+INSERT = f"""
 WITH added AS (
-    INSERT INTO {schema}.runs (action_id, priority, run_at, max_attempts, trigger, payload)
+    INSERT INTO {{schema}}.runs (action_id, priority, run_at, max_attempts, trigger, payload)
     SELECT o.action_id, o.priority, coalesce(o.run_at, now()), o.max_attempts, %(trigger)s, o.payload::json
     FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[], %(max_attempts)s::int[],
                 %(payloads)s::text[]) WITH ORDINALITY AS o (action_id, priority, run_at, max_attempts, payload, place)
     ORDER BY place
     RETURNING id, run_at, created_at, action_id, priority
 ), told AS (
-    SELECT pg_notify('{channel}', format('runs:%%s:%%s:%%s', action_id, priority,
-                                         floor(extract(epoch FROM min(run_at)) * 1e6)::int8))
-    FROM added
-    GROUP BY action_id, priority
+    {tell("added")}
 )
 SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER BY id
 """
@@ -85,10 +83,11 @@ SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO 
 """
 
 ACTIVE = """
-SELECT DISTINCT ON (action_id) action_id, id
-FROM {schema}.runs
-WHERE action_id = ANY (%(actions)s) AND state IN ('pending', 'running')
-ORDER BY action_id, state DESC, id
+SELECT w.action_id, coalesce(
+           (SELECT id FROM {schema}.runs AS r WHERE r.action_id = w.action_id AND r.state = 'running' LIMIT 1),
+           (SELECT id FROM {schema}.runs AS r WHERE r.action_id = w.action_id AND r.state = 'pending' LIMIT 1)
+       )
+FROM unnest(%(actions)s::int[]) AS w (action_id)
 """
 
 # A request with this Idempotency-Key is at work in another transaction as long as this cannot be taken.
