@@ -22,6 +22,7 @@ Nothing safe depends on any of this running: SIGKILL at any point leaves only wh
 """
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -120,6 +121,9 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
         await service.start()
 
     context.started(database, member, engine)
+    # What is there now stays; a full collection that walked through it would hold the event loop up for long.
+    gc.collect()
+    gc.freeze()
     # The register first: who is told "ready" by a probe finds it there.
     await member.announce(Phase.READY)
     context.course.ready()

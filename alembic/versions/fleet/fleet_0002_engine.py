@@ -37,7 +37,6 @@ def upgrade() -> None:
         sa.CheckConstraint("overlap IN ('skip', 'queue', 'allow')", name="actions_overlap_check"),
         postgresql_with={"fillfactor": "50"},
     )
-    op.create_index("actions_due", "actions", ["next_run_at"], postgresql_where=sa.text("paused_at IS NULL"))
     op.create_table(
         "standby",
         sa.Column("instance_id", sa.Integer, autoincrement=False, nullable=False),

@@ -73,6 +73,13 @@ async def make_durable(connection: Connection) -> None:
     await connection.commit()
 
 
+# A lane's statements are planned once, when the tables may be small, and then used while they grow: each has an index
+# to go by, and must not choose to read a table from end to end because it is short today. Before PostgreSQL 18 a plan
+# that has no other choice looks so dear then that it would be compiled first, hence the second.
+SURELY = b"SET enable_seqscan = off; SET jit = off"
+AS_USUAL = b"RESET enable_seqscan; RESET jit"
+
+
 class Lane:
     """One of the pool's connections, kept, for work that must not wait behind the service's own requests.
 
@@ -111,12 +118,20 @@ class Lane:
             self._outage = self._database.outages
             self._kept = await self._database.lend()
             await self._kept.set_autocommit(True)
+            await self._plan(SURELY)
         return self._kept
+
+    async def _plan(self, how: bytes, connection: Connection | None = None) -> None:
+        """Through a pooler, nothing can be said to a session; there, statements are planned anew each time."""
+        on = connection or self._kept
+        if self._database.keeps_lanes and not self._database.pooled and on is not None:
+            await on.execute(how)
 
     async def _give_back(self, *, close: bool) -> None:
         connection, self._kept = self._kept, None
         if connection is not None:
             if not close:
+                await self._plan(AS_USUAL, connection)
                 await connection.set_autocommit(False)
             await self._database.take_back(connection, close=close)
 
@@ -128,6 +143,7 @@ class Database(Service):
         super().__init__()
         self.namespace = namespace
         self._settings = settings
+        self.pooled = addresses.pooled
         self._conninfo = self._told(addresses)
         self._healthy = asyncio.Event()
         self._healthy.set()

@@ -103,13 +103,13 @@ actions = Table(
     Column("rate_burst", Integer),
     # When the allowance is used up to; in the past, there is some left.
     Column("rate_used_until", DateTime(timezone=True)),
-    # The slot that is due next. Moved on by whoever claims it, under the action's advisory lock.
+    # The slot that is due next. Moved on by whoever claims it, under the action's advisory lock. Not indexed: there
+    # are few actions, and each slot moves it.
     Column("next_run_at", DateTime(timezone=True)),
     Column("paused_at", DateTime(timezone=True)),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
     CheckConstraint("misfire IN ('once', 'all', 'skip')", name="misfire"),
     CheckConstraint("overlap IN ('skip', 'queue', 'allow')", name="overlap"),
-    Index("actions_due", "next_run_at", postgresql_where=text("paused_at IS NULL")),
     postgresql_with={"fillfactor": "50"},
 )
 

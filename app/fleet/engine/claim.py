@@ -191,7 +191,9 @@ class Ready:
         if self._catalogue.of_id(action_id) is None:
             return
         place = (action_id, priority)
-        spot = self._spots.setdefault(place, Spot(floor=run_at))
+        spot = self._spots.get(place)
+        if spot is None:
+            spot = self._spots[place] = Spot(floor=run_at)
         due = max(now, self._clock.loop_time(run_at))
         spot.floor = min(spot.floor, run_at)
         spot.due = due if spot.due is None else min(spot.due, due)
@@ -215,8 +217,11 @@ class Ready:
         """
         found = [(place, spot) for place, spot in self._spots.items() if spot.due is not None and spot.due <= now]
         if len(found) > 1:
-            random.shuffle(found)
-            found.sort(key=lambda each: (-each[0][1], each[1].floor.replace(microsecond=0)))
+            begin = random.randrange(len(found))
+            found = found[begin:] + found[:begin]
+            first = found[0]
+            if any(place[1] != first[0][1] or spot.floor != first[1].floor for place, spot in found):
+                found.sort(key=lambda each: (-each[0][1], each[1].floor.replace(microsecond=0)))
         return found[:most]
 
     def next_due(self) -> float | None:

@@ -32,7 +32,9 @@ class Engine:
         self.catalogue = catalogue
         self.triggers = Triggers(database, catalogue)
         self.executor = Executor(settings, database, member, catalogue, course)
-        self.scheduler = Scheduler(database, member, catalogue, course, self.executor.claimant.clock)
+        self.scheduler = Scheduler(
+            database, member, catalogue, course, self.executor.claimant.clock, self.executor.stand_back
+        )
         self.lookout = Lookout(database, member, catalogue, self.executor, self.scheduler.expect)
         self.retention = Retention(database, member)
         self._database = database

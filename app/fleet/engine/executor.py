@@ -51,7 +51,7 @@ BATCH = 500
 FIRST = 4
 GROWTH = 4
 # A claim looks at so many places, and at more the more it wants: most are empty, if others look too.
-PLACES = 128
+PLACES = 512
 TICK = 0.1
 RETRY = 0.1
 STUBBORN = 5.0
@@ -84,6 +84,7 @@ class Executor(Service):
         # What we own, from the claim until its end is durable: a slot each.
         self._owned: set[tuple[int, int]] = set()
         self._appetite = FIRST
+        self._stands_back = False
         self._wake = asyncio.Event()
         self._watch = Watch(lambda: list(self._running.values()))
         self._claims: asyncio.Task[None] | None = None
@@ -108,6 +109,11 @@ class Executor(Service):
         return (run_id, token) in self._owned
 
     def wake(self) -> None:
+        self._wake.set()
+
+    def stand_back(self, wanted: bool) -> None:
+        """Leave new runs to other instances for a moment: this one has many slots to make runs of first."""
+        self._stands_back = wanted
         self._wake.set()
 
     # -- told by others -----------------------------------------------------------------------------------------------
@@ -191,12 +197,12 @@ class Executor(Service):
                 await asyncio.sleep(RETRY)
 
     def _may_claim(self) -> bool:
-        return self.room > 0 and not self._course.draining.is_set() and self._member.holds()
+        return self.room > 0 and not self._stands_back and not self._course.draining.is_set() and self._member.holds()
 
     async def _sleep_until(self, due: float | None, now: float) -> None:
         """Wait to be woken, or until something is due; while we may not claim, look again shortly."""
         if not self._may_claim():
-            timeout: float | None = TICK if self.room > 0 else None
+            timeout: float | None = TICK if self.room > 0 and not self._stands_back else None
         else:
             timeout = None if due is None else max(0.0, due - now)
         with suppress(TimeoutError):

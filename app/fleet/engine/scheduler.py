@@ -25,7 +25,7 @@ whose code has it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -47,7 +47,7 @@ from app.fleet.service import Service
 from app.fleet.telemetry.logs import events
 
 BACK_UP = 1.0
-BATCH = 250
+BATCH = 1000
 RETRY = 0.1
 CONTENDED = 0.02
 
@@ -125,7 +125,16 @@ WHERE id = ANY (%(actions)s::int[]) AND paused_at IS NULL
 class Scheduler(Service):
     name = "scheduler"
 
-    def __init__(self, database: Database, member: Member, catalogue: Catalogue, course: Course, clock: Clock) -> None:
+    def __init__(
+        self,
+        database: Database,
+        member: Member,
+        catalogue: Catalogue,
+        course: Course,
+        clock: Clock,
+        on_rush: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        """`on_rush` is told when more is due than one transaction takes, and when it has been done."""
         super().__init__()
         self.scheduled = 0
         self._database = database
@@ -134,6 +143,7 @@ class Scheduler(Service):
         self._catalogue = catalogue
         self._course = course
         self._clock = clock
+        self._on_rush = on_rush
         self._lane = database.lane()
         self._due: float | None = None
         self._wake = asyncio.Event()
@@ -189,10 +199,14 @@ class Scheduler(Service):
         """Claim everything that is due, batch by batch, and learn what is due next."""
         loop = asyncio.get_running_loop()
         async with self._lane.connection() as connection:
-            while self._may_schedule():
-                taken, contended = await self._claim_due(connection)
-                if taken < BATCH:
-                    break
+            try:
+                while self._may_schedule():
+                    taken, contended = await self._claim_due(connection)
+                    if taken < BATCH:
+                        break
+                    self._on_rush(True)
+            finally:
+                self._on_rush(False)
             answer = await connection.execute(self._sql(NEXT_SLOT), {"actions": array(self._catalogue.ids)})
             row = await answer.fetchone()
         assert row is not None
@@ -211,8 +225,9 @@ class Scheduler(Service):
             due = await (await connection.execute(self._sql(LOCK_DUE), asked)).fetchall()
             held = [identifier for identifier, taken in due if taken]
             if held:
-                again = await connection.execute(self._sql(READ_AGAIN), {"actions": array(held)})
-                await self._insert(connection, await again.fetchall())
+                async with connection.cursor(binary=True) as cursor:
+                    await cursor.execute(self._sql(READ_AGAIN), {"actions": array(held)})
+                    await self._insert(connection, await cursor.fetchall())
         return len(due), len(held) < len(due)
 
     async def _insert(self, connection: Connection, due: Sequence[tuple[Any, ...]]) -> None:

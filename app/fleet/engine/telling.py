@@ -30,6 +30,10 @@ def tell(waiting: str) -> str:
 
 def heard(rest: str) -> Iterator[tuple[int, int, datetime]]:
     """Read what comes after `runs:`: actions, priorities, and from when on runs wait there."""
+    instants: dict[str, datetime] = {}
     for place in rest.split(","):
         action_id, priority, instant = place.split(":")
-        yield int(action_id), int(priority), EPOCH + timedelta(microseconds=int(instant))
+        run_at = instants.get(instant)
+        if run_at is None:
+            run_at = instants[instant] = EPOCH + timedelta(microseconds=int(instant))
+        yield int(action_id), int(priority), run_at
