@@ -262,3 +262,42 @@ async def test_a_batch_that_takes_too_long_is_halved(here: Desk, monkeypatch: py
     monkeypatch.setattr(retention, "BATCH", 50)
     here.engine.retention._batch = 50
     assert await here.engine.retention.prune() == 60
+
+
+# -- a rush of slots --------------------------------------------------------------------------------------------------
+
+
+async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_others_for_that_long(here: Desk) -> None:
+    here.engine.executor.stand_back(True)
+    run_id = await here.trigger("echo")
+    # Long enough for it to have been told, and to have looked.
+    await asyncio.sleep(2.6)
+    assert (await here.look(run_id)).state == "pending"
+    here.engine.executor.stand_back(False)
+    assert (await here.ended(run_id)).state == "succeeded"
+
+
+async def test_a_defect_of_ours_ends_no_service(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, scheduler, lookout = here.engine.executor, here.engine.scheduler, here.engine.lookout
+    for service, method in ((executor, "_claim"), (scheduler, "_schedule"), (lookout, "_look")):
+        genuine = getattr(service, method)
+        failed: list[bool] = []
+
+        async def fail_once(*given: Any, genuine: Any = genuine, failed: list[bool] = failed) -> Any:
+            if not failed:
+                failed.append(True)
+                raise ZeroDivisionError
+            return await genuine(*given)
+
+        monkeypatch.setattr(service, method, fail_once)
+        scheduler.look_now()
+        lookout.look_now()
+        run_id = await here.trigger("echo")
+        assert (await here.ended(run_id)).state == "succeeded"
+
+        async def has_failed(failed: list[bool] = failed) -> bool:
+            return bool(failed)
+
+        await soon(has_failed)
+    run_id = await here.trigger("echo")
+    assert (await here.ended(run_id)).state == "succeeded"

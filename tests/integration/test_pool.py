@@ -195,3 +195,22 @@ async def test_sessions_borrow_from_the_one_pool_and_give_back(address: str) -> 
                 raise ValueError("undo this")
         async with database.session() as session:
             assert (await session.execute(text("SELECT to_regclass('never_there')"))).scalar_one() is None
+
+
+async def test_a_lane_plans_by_indexes_and_gives_its_connection_back_as_it_was(address: str) -> None:
+    async with pool(address, pool_min=1, pool_max=6) as database:
+        lane = database.lane()
+        async with lane.connection() as connection:
+            assert await (await connection.execute("SHOW enable_seqscan")).fetchone() == ("off",)
+            kept = connection.info.backend_pid
+        await lane.close()
+        async with database.connection() as connection:
+            assert connection.info.backend_pid == kept
+            assert await (await connection.execute("SHOW enable_seqscan")).fetchone() == ("on",)
+            assert await (await connection.execute("SHOW jit")).fetchone() == await jit_by_default(address)
+            assert not connection.autocommit
+
+
+async def jit_by_default(address: str) -> object:
+    async with await psycopg.AsyncConnection.connect(address) as connection:
+        return await (await connection.execute("SHOW jit")).fetchone()

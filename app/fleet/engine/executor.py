@@ -54,6 +54,7 @@ GROWTH = 4
 PLACES = 512
 TICK = 0.1
 RETRY = 0.1
+AFTER_DEFECT = 1.0
 STUBBORN = 5.0
 HURRY = 3.0
 RESULT_MOST = 1_048_576
@@ -195,6 +196,9 @@ class Executor(Service):
                 self.uncertain = True
                 log.debug("executor.claim_failed", reason=" ".join(str(error).split()))
                 await asyncio.sleep(RETRY)
+            except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+                log.error("engine.defect", error=error, service="executor")
+                await asyncio.sleep(AFTER_DEFECT)
 
     def _may_claim(self) -> bool:
         return self.room > 0 and not self._stands_back and not self._course.draining.is_set() and self._member.holds()

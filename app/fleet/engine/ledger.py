@@ -50,6 +50,7 @@ WRITES = ("completion", "checkpoint", "event", "guard", "commit")
 
 BATCH = 1000
 RETRY = 0.1
+AFTER_DEFECT = 1.0
 # Events an instance keeps before `emit` waits for the ledger.
 EVENTS_KEPT = 5000
 ERROR_MOST = 10_000
@@ -267,6 +268,9 @@ class Ledger:
             self._idle.clear()
             try:
                 await self._write_round()
+            except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+                log.error("engine.defect", error=error, service="ledger")
+                await asyncio.sleep(AFTER_DEFECT)
             finally:
                 self._idle.set()
 

@@ -37,6 +37,7 @@ from app.fleet.service import Service
 from app.fleet.telemetry.logs import events
 
 EVERY = 2.0
+AFTER_DEFECT = 1.0
 BACK_UP = 1.0
 # A claim's answer is on its way for less than this.
 UNKNOWN_FOR = 5.0
@@ -145,6 +146,9 @@ class Lookout(Service):
                     await self._look(identity.id)
                 except (psycopg.Error, DatabaseError) as error:
                     log.debug("lookout.failed", reason=" ".join(str(error).split()))
+                except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+                    log.error("engine.defect", error=error, service="lookout")
+                    await asyncio.sleep(AFTER_DEFECT)
             pause = EVERY * random.uniform(0.75, 1.25)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), pause)

@@ -49,6 +49,7 @@ from app.fleet.telemetry.logs import events
 BACK_UP = 1.0
 BATCH = 1000
 RETRY = 0.1
+AFTER_DEFECT = 1.0
 CONTENDED = 0.02
 
 log = events(__name__)
@@ -187,6 +188,10 @@ class Scheduler(Service):
                     log.debug("scheduler.failed", reason=" ".join(str(error).split()))
                     self._due = loop.time()
                     await asyncio.sleep(RETRY)
+                except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+                    log.error("engine.defect", error=error, service="scheduler")
+                    self._due = loop.time()
+                    await asyncio.sleep(AFTER_DEFECT)
 
     def _may_schedule(self) -> bool:
         return not self._course.draining.is_set() and self._member.holds() and len(self._catalogue) > 0
@@ -199,14 +204,17 @@ class Scheduler(Service):
         """Claim everything that is due, batch by batch, and learn what is due next."""
         loop = asyncio.get_running_loop()
         async with self._lane.connection() as connection:
+            rush = contended = False
             try:
                 while self._may_schedule():
                     taken, contended = await self._claim_due(connection)
                     if taken < BATCH:
                         break
-                    self._on_rush(True)
+                    rush = True
+                    self._on_rush(rush)
             finally:
-                self._on_rush(False)
+                if rush:
+                    self._on_rush(False)
             answer = await connection.execute(self._sql(NEXT_SLOT), {"actions": array(self._catalogue.ids)})
             row = await answer.fetchone()
         assert row is not None
