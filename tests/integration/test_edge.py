@@ -56,13 +56,21 @@ async def test_instances_has_the_promised_shape(running: Running) -> None:
     assert me["locks"] == []
 
 
-async def test_a_flood_of_probes_asks_the_database_once(running: Running) -> None:
-    database = running.context.database
-    await running.client.get("/health/ready")
-    before = database.figures()["requests_num"]
+async def test_a_flood_of_probes_asks_the_database_once(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    database, asked = running.context.database, 0
+    ping = database.ping
+
+    async def counted() -> None:
+        nonlocal asked
+        asked += 1
+        await ping()
+
+    monkeypatch.setattr(database, "ping", counted)
+    await asyncio.sleep(CACHED_FOR + 0.1)
     answers = await asyncio.gather(*(running.client.get("/health/ready") for _ in range(200)))
     assert {answer.status_code for answer in answers} == {200}
-    assert database.figures()["requests_num"] - before <= 1
+    # A second time only on a machine that needs longer than good news is kept.
+    assert 1 <= asked <= 2
 
 
 async def test_ready_is_503_as_soon_as_the_flag_is_up_without_any_cache(running: Running) -> None:
