@@ -9,7 +9,21 @@ half-way, so it must cope with what is not there yet.
 """
 
 import asyncio
-from typing import final
+from contextlib import suppress
+from typing import Any, final
+
+
+async def let_go(task: "asyncio.Task[Any] | None") -> None:
+    """Cancel a task of one's own, if there is one, and wait until it is gone."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def woken(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait for an event, or for that long."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
 
 
 class Service:

@@ -264,7 +264,7 @@ def test_a_run_that_was_cancelled_while_it_waited_ends_the_command_with_1(flotil
     assert flotilla("runs", "cancel", str(waiting["id"])).code == 0
     done = flotilla("runs", str(waiting["id"]), "--follow")
     assert done.code == 1
-    assert "cancelled: cancelled on request, before it began" in done.out
+    assert "cancelled: cancelled on request, while it waited" in done.out
 
 
 def test_a_run_that_waits_again_says_after_what(flotilla: CommandLine) -> None:

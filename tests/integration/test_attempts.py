@@ -110,7 +110,7 @@ async def test_a_run_that_was_cancelled_while_it_waited_for_its_retry_does_not_b
         "UPDATE runs SET state = 'pending', cancel_requested_at = now(), attempt = 0 WHERE id = %s RETURNING 1", later
     )
     run = await here.ended(later)
-    assert (run.state, run.error) == ("cancelled", "cancelled on request, before it began")
+    assert (run.state, run.error) == ("cancelled", "cancelled on request, while it waited")
 
 
 async def test_effects_and_completion_commit_together(here: Desk) -> None:

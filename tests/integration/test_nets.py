@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -68,6 +68,24 @@ async def test_a_claim_whose_answer_was_lost_is_put_back_and_made_again(
     run = await here.ended(run_id)
     assert [row[0] for row in lost] == [run_id]
     assert (run.state, run.attempt) == ("succeeded", 1), "as if it had not been claimed"
+
+
+async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimant = here.engine.executor.claimant
+    asked: list[bool] = []
+
+    async def fail(*_: Any) -> None:
+        asked.append(True)
+        raise psycopg.OperationalError("the connection broke under the question")
+
+    monkeypatch.setattr(claimant, "_ask_for_next", fail)
+    await here.engine.triggers.trigger([Order("echo", run_at=datetime.now(UTC) + timedelta(hours=1))])
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", claimant.ready.next_due() is not None))
+    run = await here.run("echo")
+    assert (run.state, run.attempt) == ("succeeded", 1)
+    assert asked
 
 
 async def test_a_completion_whose_answer_was_lost_is_no_late_writer(

@@ -211,6 +211,19 @@ async def test_a_lane_plans_by_indexes_and_gives_its_connection_back_as_it_was(a
             assert not connection.autocommit
 
 
+async def test_a_lane_whose_connection_broke_while_idle_makes_room_for_another(address: str) -> None:
+    async with pool(address, pool_min=1, pool_max=6) as database:
+        lane = database.lane()
+        async with lane.connection() as connection:
+            broken = connection.info.backend_pid
+        async with await psycopg.AsyncConnection.connect(address, autocommit=True) as other:
+            await other.execute("SELECT pg_terminate_backend(%s, 5000)", [broken])
+        await lane.close()
+        async with lane.connection() as connection:
+            assert connection.info.backend_pid != broken
+        await lane.close()
+
+
 async def jit_by_default(address: str) -> object:
     async with await psycopg.AsyncConnection.connect(address) as connection:
         return await (await connection.execute("SHOW jit")).fetchone()

@@ -129,6 +129,23 @@ def test_without_a_type_any_json_object_is_a_payload() -> None:
         plain.encode({"a": object()})
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_json_has_not_is_refused_and_not_made_null(number: float) -> None:
+    class Measure(BaseModel):
+        metres: float | None
+
+    @action("measure")
+    async def measured(_: Run[Measure]) -> None: ...
+
+    plain = declare()
+    for given in ({"a": number}, {"a": [{"b": (None, number)}]}):
+        with pytest.raises(PayloadInvalid, match="NaN or infinity"):
+            plain.encode(given)
+    with pytest.raises(PayloadInvalid, match="NaN or infinity"):
+        measured.encode(Measure(metres=number))
+    assert measured.encode(Measure(metres=None)) == '{"metres":null}'
+
+
 def test_a_scheduled_action_can_do_without_a_payload() -> None:
     with pytest.raises(ActionInvalid, match="on a schedule it is given no payload, so each field needs a default"):
 

@@ -33,7 +33,7 @@ from sqlalchemy.pool import NullPool
 from app.fleet.db.dsn import Addresses, with_options
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import DatabaseUnreachable
-from app.fleet.service import Service
+from app.fleet.service import Service, let_go
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.logs import events, redact
 
@@ -96,9 +96,8 @@ class Lane:
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         async with self._turn:
-            connection = await self._ready()
             try:
-                yield connection
+                yield await self._ready()
             except BaseException as error:
                 self._database.notice(error)
                 # Whatever state it is in, another one is cheaper than finding out.
@@ -118,22 +117,26 @@ class Lane:
             self._outage = self._database.outages
             self._kept = await self._database.lend()
             await self._kept.set_autocommit(True)
-            await self._plan(SURELY)
+            await self._plan(self._kept, SURELY)
         return self._kept
 
-    async def _plan(self, how: bytes, connection: Connection | None = None) -> None:
+    async def _plan(self, connection: Connection, how: bytes) -> None:
         """Through a pooler, nothing can be said to a session; there, statements are planned anew each time."""
-        on = connection or self._kept
-        if self._database.keeps_lanes and not self._database.pooled and on is not None:
-            await on.execute(how)
+        if self._database.keeps_lanes and not self._database.pooled:
+            await connection.execute(how)
 
     async def _give_back(self, *, close: bool) -> None:
         connection, self._kept = self._kept, None
-        if connection is not None:
-            if not close:
-                await self._plan(AS_USUAL, connection)
+        if connection is None:
+            return
+        if not close:
+            try:
+                await self._plan(connection, AS_USUAL)
                 await connection.set_autocommit(False)
-            await self._database.take_back(connection, close=close)
+            except psycopg.Error:
+                # It broke while nobody looked; what is left is to make room for another.
+                close = True
+        await self._database.take_back(connection, close=close)
 
 
 class Database(Service):
@@ -256,10 +259,7 @@ class Database(Service):
         self._supervisor = asyncio.create_task(self._supervise(), name="pool-supervisor")
 
     async def _stop(self) -> None:
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._supervisor
+        await let_go(self._supervisor)
         await self.engine.dispose()
         await self._pool.close(timeout=2)
 

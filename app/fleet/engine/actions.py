@@ -12,6 +12,7 @@ An action is a function still: calling it calls the function, which is how it is
 
 import importlib
 import inspect
+import math
 import pkgutil
 import random
 import re
@@ -120,6 +121,8 @@ class Action(Generic[P]):
                 given = pydantic_core.to_jsonable_python(given)
             checked = self.adapter.validate_python(given)
             text = self.adapter.dump_json(checked, by_alias=True).decode()
+            if "null" in text and has_no_json(self.adapter.dump_python(checked, by_alias=True)):
+                raise PayloadInvalid(f"the payload of {self.name!r} has a number that JSON has not: NaN or infinity")
         except ValidationError as error:
             raise payload_invalid(self.name, error) from None
         except (pydantic_core.PydanticSerializationError, UnicodeError, RecursionError) as error:
@@ -131,6 +134,15 @@ class Action(Generic[P]):
             return cast("P", self.adapter.validate_json(text or "{}"))
         except ValidationError as error:
             raise payload_invalid(self.name, error) from None
+
+
+def has_no_json(value: Any) -> bool:
+    """Find NaN and infinity, which would be written as null."""
+    if isinstance(value, dict):
+        return any(has_no_json(each) for each in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(has_no_json(each) for each in value)
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def payload_invalid(name: str, error: ValidationError) -> PayloadInvalid:

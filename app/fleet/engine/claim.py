@@ -265,6 +265,8 @@ class Claimant:
         self.clock = clock
         self._sql = namespace.sql
         self._catalogue = catalogue
+        # Of the claim that is under way: places where nothing is due now, but something is later.
+        self._later: list[Place] = []
 
     async def claim(
         self, connection: Connection, me: Identity, due: Sequence[tuple[Place, Spot]], room: int, now: float
@@ -273,15 +275,18 @@ class Claimant:
         limited = [each for each in due if self._is_limited(each[0][0])]
         free = [each for each in due if not self._is_limited(each[0][0])]
         rows: list[Row] = []
-        if free:
-            rows = await self._take(connection, me, shares(free, room), room, now, counted=False)
-        if limited and len(rows) < room:
-            try:
+        self._later = []
+        try:
+            if free:
+                rows = await self._take(connection, me, shares(free, room), room, now, counted=False)
+            if limited and len(rows) < room:
                 rows += await self._take_limited(connection, me, first_of_each(limited), room - len(rows), now)
-            except psycopg.Error:
-                # What was taken before is ours, and is not to be forgotten over this.
-                if not rows:
-                    raise
+            if self._later:
+                await self._ask_for_next(connection, self._later, now)
+        except psycopg.Error:
+            # What was taken before is ours, and is not to be forgotten over this; the lookout tells the rest.
+            if not rows:
+                raise
         return rows
 
     async def _take(
@@ -307,8 +312,7 @@ class Claimant:
                 rows = await cursor.fetchall()
         finally:
             told = self.ready.end()
-        if later := self._learn(wanted, rows, len(rows) >= room, asked_at, told):
-            await self._ask_for_next(connection, later, now)
+        self._learn(wanted, rows, len(rows) >= room, asked_at, told)
         return rows
 
     def _learn(
@@ -318,21 +322,19 @@ class Claimant:
         cut_short: bool,
         asked_at: datetime,
         told: Mapping[Place, datetime],
-    ) -> list[Place]:
-        """Learn from an answer where to look next; return the places where nothing is due, but something is later."""
+    ) -> None:
+        """Learn from an answer where to look next."""
         found: dict[Place, list[datetime]] = {}
         for row in rows:
             found.setdefault((row[1], row[6]), []).append(row[12])
-        later = []
         for place, spot, most in wanted:
             instants = found.get(place, [])
             if not cut_short and len(instants) < most:
                 self.ready.exhausted(place, asked_at, told.get(place))
                 if spot.later:
-                    later.append(place)
+                    self._later.append(place)
             elif instants:
                 self.ready.found(place, min(max(instants), told.get(place, LATEST)))
-        return later
 
     async def _take_limited(
         self, connection: Connection, me: Identity, places: Sequence[tuple[Place, Spot]], room: int, now: float

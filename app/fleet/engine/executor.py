@@ -42,7 +42,7 @@ from app.fleet.engine.run import Run, as_json
 from app.fleet.engine.watch import Watch
 from app.fleet.errors import DatabaseError, Fenced, GiveUp, NotJson, PayloadInvalid, TryAgain
 from app.fleet.phase import Course
-from app.fleet.service import Service
+from app.fleet.service import Service, let_go, woken
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.logs import events, request_id
 
@@ -91,8 +91,6 @@ class Executor(Service):
         self._claims: asyncio.Task[None] | None = None
         self._ticks: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # A claim's answer was lost: we may own runs we do not know of.
-        self.uncertain = False
 
     @property
     def running_runs(self) -> dict[int, Run[Any]]:
@@ -147,13 +145,9 @@ class Executor(Service):
         self._ticks = asyncio.create_task(self._tick_for_ever(), name="executor-ticks")
 
     async def _stop(self) -> None:
-        if self._claims is not None:
-            self._claims.cancel()
-            await asyncio.gather(self._claims, return_exceptions=True)
+        await let_go(self._claims)
         await self._pause()
-        if self._ticks is not None:
-            self._ticks.cancel()
-            await asyncio.gather(self._ticks, return_exceptions=True)
+        await let_go(self._ticks)
         self._watch.stop()
         await self.ledger.stop()
         await self._lane.close()
@@ -192,8 +186,7 @@ class Executor(Service):
             try:
                 await self._claim(due, now)
             except (psycopg.Error, DatabaseError) as error:
-                # It may have been committed all the same: the next look finds runs of ours that we do not know.
-                self.uncertain = True
+                # It may have been committed all the same: the lookout finds runs of ours that we do not know.
                 log.debug("executor.claim_failed", reason=" ".join(str(error).split()))
                 await asyncio.sleep(RETRY)
             except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
@@ -209,8 +202,7 @@ class Executor(Service):
             timeout: float | None = TICK if self.room > 0 and not self._stands_back else None
         else:
             timeout = None if due is None else max(0.0, due - now)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), timeout)
+        await woken(self._wake, timeout)
 
     async def _claim(self, due: Sequence[Any], now: float) -> None:
         identity = self._member.identity
@@ -235,7 +227,7 @@ class Executor(Service):
         run: Run[Any] = Run(action, self.ledger, row[:WIDTH])
         self._owned.add((run.id, run.token))
         if row[WIDTH]:
-            self.ledger.cancelled(run, "cancelled on request, before it began")
+            self.ledger.cancelled(run, "cancelled on request, while it waited")
             return
         if former := self._running.get(run.id):
             self._abandon(former, recorded=False)

@@ -39,6 +39,7 @@ from app.fleet.engine.ending import INSERT_FINISHED
 from app.fleet.engine.run import STATE_MOST, Run, as_json
 from app.fleet.engine.telling import tell
 from app.fleet.errors import Fenced
+from app.fleet.service import let_go
 from app.fleet.stream import events as stream
 from app.fleet.telemetry.logs import events
 
@@ -253,9 +254,7 @@ class Ledger:
             await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await let_go(self._task)
         await self._lane.close()
 
     def _busy(self) -> bool:
@@ -373,10 +372,12 @@ class Ledger:
         }
         rows = await (await connection.execute(self._sql(GIVE_BACK), values)).fetchall()
         runs = [each.run for each in batch]
+        refused: set[int] = set()
         if len(rows) < len(batch):
-            await self._sort_out(connection, runs, {row[0] for row in rows}, returned=again)
-        for each in batch:
-            self.outcomes["retried" if each.delay is not None else "paused"] += 1
+            refused = await self._sort_out(connection, runs, {row[0] for row in rows}, returned=again)
+        self.outcomes.update(
+            "paused" if each.delay is None else "retried" for each in batch if each.run.id not in refused
+        )
         self._settled(runs)
 
     async def _finish(self, connection: Connection, batch: Sequence[Ended], _again: bool) -> None:
@@ -399,7 +400,8 @@ class Ledger:
             values["errors"] = [each.error for each in batch]
         cursor = await connection.execute(self._sql(FINISH), values)
         if cursor.rowcount < len(batch):
-            await self._sort_out(connection, runs, set(), returned=False)
+            refused = await self._sort_out(connection, runs, set(), returned=False)
+            batch = [each for each in batch if each.run.id not in refused]
         if plain:
             self.outcomes["succeeded"] += len(batch)
         else:
@@ -408,8 +410,11 @@ class Ledger:
 
     async def _sort_out(
         self, connection: Connection, runs: Sequence[Run[Any]], written: set[int], *, returned: bool
-    ) -> None:
-        """Some were not there any more: ended by us in a statement whose answer was lost, or taken over."""
+    ) -> set[int]:
+        """Some were not there any more: ended by us in a statement whose answer was lost, or taken over.
+
+        Returns those that were taken over.
+        """
         missing = {run.id: run for run in runs if run.id not in written}
         values = {"ids": list(missing), "tokens": [run.token for run in missing.values()], "returned": returned}
         rows = await (await connection.execute(self._sql(CONFIRM), values)).fetchall()
@@ -417,6 +422,7 @@ class Ledger:
             del missing[row[0]]
         for run in missing.values():
             self.refuse(run, "completion", stop=False)
+        return set(missing)
 
     def refuse(self, run: Run[Any], what: str, *, stop: bool = True) -> None:
         """Count a write that came too late; its run is somebody else's."""

@@ -18,7 +18,6 @@ leader's event loop may be blocked while its link lives.
 import asyncio
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -33,7 +32,7 @@ from app.fleet.engine.executor import Executor
 from app.fleet.engine.run import Run
 from app.fleet.engine.synchronise import announce
 from app.fleet.errors import DatabaseError
-from app.fleet.service import Service
+from app.fleet.service import Service, let_go, woken
 from app.fleet.telemetry.logs import events
 
 EVERY = 2.0
@@ -133,9 +132,7 @@ class Lookout(Service):
         self._task = asyncio.create_task(self._look_for_ever(), name="lookout")
 
     async def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await let_go(self._task)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -150,8 +147,7 @@ class Lookout(Service):
                     log.error("engine.defect", error=error, service="lookout")
                     await asyncio.sleep(AFTER_DEFECT)
             pause = EVERY * random.uniform(0.75, 1.25)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause)
+            await woken(self._wake, pause)
 
     async def _look(self, me: int) -> None:
         loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ import psycopg
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
 from app.fleet.errors import DatabaseError
-from app.fleet.service import Service
+from app.fleet.service import Service, let_go
 from app.fleet.telemetry.logs import events
 
 EVERY = 10.0
@@ -65,9 +65,7 @@ class Retention(Service):
         self._task = asyncio.create_task(self._prune_for_ever(), name="retention")
 
     async def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await let_go(self._task)
 
     async def _prune_for_ever(self) -> None:
         while True:

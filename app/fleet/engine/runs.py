@@ -69,7 +69,7 @@ CANCEL_PENDING = f"""
 WITH gone AS (
     DELETE FROM {{schema}}.runs
     WHERE id = %(id)s AND state = 'pending'
-    RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, before it began' AS ended_by
+    RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, while it waited' AS ended_by
 )
 {INSERT_FINISHED}RETURNING id
 """

@@ -26,7 +26,6 @@ whose code has it.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -43,7 +42,7 @@ from app.fleet.engine.schedule import Schedule
 from app.fleet.engine.telling import tell
 from app.fleet.errors import DatabaseError
 from app.fleet.phase import Course
-from app.fleet.service import Service
+from app.fleet.service import Service, let_go, woken
 from app.fleet.telemetry.logs import events
 
 BACK_UP = 1.0
@@ -166,9 +165,7 @@ class Scheduler(Service):
         self._task = asyncio.create_task(self._schedule_for_ever(), name="scheduler")
 
     async def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await let_go(self._task)
         await self._lane.close()
 
     async def _schedule_for_ever(self) -> None:
@@ -177,9 +174,9 @@ class Scheduler(Service):
             self._wake.clear()
             behind = 0.0 if self._member.leading else BACK_UP
             if self._due is None or not self._may_schedule():
-                await self._sleep(None if self._may_schedule() else BACK_UP)
+                await woken(self._wake, None if self._may_schedule() else BACK_UP)
             elif (left := self._due + behind - loop.time()) > 0:
-                await self._sleep(left)
+                await woken(self._wake, left)
             else:
                 self._due = None
                 try:
@@ -195,10 +192,6 @@ class Scheduler(Service):
 
     def _may_schedule(self) -> bool:
         return not self._course.draining.is_set() and self._member.holds() and len(self._catalogue) > 0
-
-    async def _sleep(self, seconds: float | None) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds)
 
     async def _schedule(self) -> None:
         """Claim everything that is due, batch by batch, and learn what is due next."""

@@ -40,12 +40,16 @@ LATEST = datetime(9999, 1, 1, tzinfo=UTC)
 # The action's id, and the key with its kind.
 Key: TypeAlias = tuple[int, str]
 
-INSERT = f"""
+
+def inserting(columns: str = "", arrays: str = "") -> str:
+    """Return the statement that inserts runs, with these columns beside the usual ones."""
+    return f"""
 WITH added AS (
-    INSERT INTO {{schema}}.runs (action_id, priority, run_at, max_attempts, trigger, payload)
-    SELECT o.action_id, o.priority, coalesce(o.run_at, now()), o.max_attempts, %(trigger)s, o.payload::json
-    FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[], %(max_attempts)s::int[],
-                %(payloads)s::text[]) WITH ORDINALITY AS o (action_id, priority, run_at, max_attempts, payload, place)
+    INSERT INTO {{schema}}.runs ({columns}action_id, priority, run_at, max_attempts, payload, trigger)
+    SELECT {columns}action_id, priority, coalesce(run_at, now()), max_attempts, payload::json, %(trigger)s
+    FROM unnest({arrays}%(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[],
+                %(max_attempts)s::int[], %(payloads)s::text[])
+         WITH ORDINALITY AS o ({columns}action_id, priority, run_at, max_attempts, payload, place)
     ORDER BY place
     RETURNING id, run_at, created_at, action_id, priority
 ), told AS (
@@ -53,6 +57,10 @@ WITH added AS (
 )
 SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER BY id
 """
+
+
+INSERT = inserting()
+INSERT_KEYED = inserting("id, key, ", "%(ids)s::int8[], %(keys)s::text[], ")
 
 TAKE_KEYS = """
 INSERT INTO {schema}.run_keys (action_id, key, run_id, digest)
@@ -70,13 +78,6 @@ SELECT k.action_id, k.key, k.run_id, k.digest
 FROM {schema}.run_keys AS k
 JOIN unnest(%(actions)s::int[], %(keys)s::text[]) AS w (action_id, key) USING (action_id, key)
 """
-
-# The first replaces two: the columns of `runs`, and those of `o`.
-INSERT_KEYED = (
-    INSERT.replace("(action_id, priority, run_at,", "(id, key, action_id, priority, run_at,")
-    .replace("SELECT o.action_id, o.priority,", "SELECT o.id, o.key, o.action_id, o.priority,")
-    .replace("unnest(", "unnest(%(ids)s::int8[], %(keys)s::text[], ")
-)
 
 HOLD_ACTIONS = """
 SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO KEY UPDATE
