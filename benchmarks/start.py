@@ -30,7 +30,7 @@ def run(*, short: bool) -> None:
 
 def up(folder: Path) -> float:
     """Start three and ask each of them whether it sees three ready and one leader."""
-    port = free_port()
+    port = free_port(3)
     began = time.monotonic()
     done = command("up", "--port", str(port), cwd=folder)
     if done.returncode != 0:

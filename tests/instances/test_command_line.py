@@ -11,7 +11,7 @@ import pytest
 from app.fleet.db import embedded
 from tests.support.fleet import Fleet, environment, run
 from tests.support.pgbouncer import pgbouncer
-from tests.support.postgres import Postgres, eventually, free_port, three_ports
+from tests.support.postgres import Postgres, eventually, free_port
 
 # -- up, list, down ---------------------------------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ def desk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_database(desk: Path) -> None:
-    port = three_ports()
+    port = free_port(3)
     up = run("up", "--port", str(port), cwd=desk)
     assert up.returncode == 0, up.stdout + up.stderr
     assert f"curl http://127.0.0.1:{port}/health/instances" in up.stdout
@@ -69,7 +69,7 @@ def test_a_directory_above_that_was_closed_meanwhile_does_not_make_a_running_dat
 
 
 def test_up_names_its_instances_and_says_which_port_is_taken(desk: Path) -> None:
-    port = three_ports()
+    port = free_port(3)
     up = run("up", "--instances", "2", "--name", "harbour", "--port", str(port), cwd=desk)
     assert up.returncode == 0, up.stdout + up.stderr
     names = {row["name"] for row in json.loads(run("list", "--json", cwd=desk).stdout)}
@@ -81,7 +81,7 @@ def test_up_names_its_instances_and_says_which_port_is_taken(desk: Path) -> None
     assert f"cannot listen on 127.0.0.1:{port + 2}" in taken.stderr
     assert "--port" in taken.stderr
 
-    collides = run("up", "--instances", "1", "--name", "harbour-1", "--port", str(three_ports()), cwd=desk)
+    collides = run("up", "--instances", "1", "--name", "harbour-1", "--port", str(free_port(3)), cwd=desk)
     assert collides.returncode == 3
     assert "a living instance is called 'harbour-1' already" in collides.stderr
 

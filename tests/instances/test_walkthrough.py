@@ -25,7 +25,7 @@ import pytest
 
 from app.fleet.db import embedded
 from tests.support.fleet import ROOT, environment
-from tests.support.postgres import eventually, three_ports
+from tests.support.postgres import eventually, free_port
 
 PAGE = ROOT / "docs" / "start" / "first-action.md"
 NEEDED = ("bash", "curl", "git", "make")
@@ -55,7 +55,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.clone = folder / "harbour"
-        first = three_ports()
+        first = free_port(3)
         # The number on the page, and what it is here.
         self.numbers = {str(8000 + each): str(first + each) for each in range(3)}
         self.shown = ""

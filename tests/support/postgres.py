@@ -6,7 +6,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,22 +26,18 @@ hot_standby = on
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+# Below the ports that the system gives to outgoing connections: one of those may take a port between the look and its
+# use, and did.
+PORTS = range(10_000, 32_000)
 
 
-def three_ports() -> int:
-    """The first of three free ports in a row."""
+def free_port(in_a_row: int = 1) -> int:
+    """The first of so many ports that nobody uses; at random, because tests look for them at the same time."""
     while True:
-        first = free_port()
-        with socket.socket() as second, socket.socket() as third:
-            try:
-                second.bind(("127.0.0.1", first + 1))
-                third.bind(("127.0.0.1", first + 2))
-            except OSError:
-                continue
+        first = PORTS.start + secrets.randbelow(len(PORTS) - in_a_row)
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + in_a_row):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
 
 
