@@ -7,6 +7,7 @@ import psycopg
 import pytest
 
 from app.fleet.cluster.registry import Register
+from app.fleet.engine.claim import LATER, MANY
 from app.fleet.engine.recovery import TakeBack
 from app.fleet.engine.trigger import Order
 from tests.support.table import NAMESPACE, Claiming, declare, table
@@ -231,3 +232,36 @@ async def test_what_is_told_while_a_claim_is_under_way_is_not_forgotten(address:
         ready.exhausted(place, began, ready.end().get(place))
         assert ready.due(asyncio.get_running_loop().time())
         assert ready._spots[place].floor == began - timedelta(seconds=1)
+
+
+async def test_many_places_at_once_are_shared_out_and_nobodys_part_is_left(address: str) -> None:
+    actions = [declare(f"tick-{number}") for number in range(MANY + 50)]
+    async with table(address, *actions) as here:
+        await here.trigger(*[Order(each.name) for each in actions])
+        ((began, server_now),) = await here.sql("SELECT min(run_at), clock_timestamp() FROM runs")
+        everyone = [(identifier, 0, began) for identifier in here.catalogue.ids]
+        now = asyncio.get_running_loop().time()
+        parts = []
+        for ours in range(3):
+            one = await here.instance(f"i-{ours}")
+            one.claimant.clock.learn(server_now, now)
+            one.claimant.ready.part = (ours, 3)
+            one.claimant.ready.tell_all(everyone, now)
+            parts.append({place[0] for place, _ in one.claimant.ready.due(now)})
+        assert [len(part) for part in parts] == [len(set(everyone)) // 3 + (ours == 1) for ours in range(3)]
+        assert set.union(*parts) == set(here.catalogue.ids)
+        # Nobody else is there: the last one takes its own, and then everything.
+        assert len(await one.claim(room=len(actions), everywhere=False)) == len(parts[2])
+        await asyncio.sleep(LATER)
+        assert len(await one.claim(room=len(actions), everywhere=False)) == len(actions) - len(parts[2])
+
+
+async def test_a_few_places_are_everyones(address: str) -> None:
+    actions = [declare(f"tick-{number}") for number in range(4)]
+    async with table(address, *actions) as here:
+        one = await here.instance("one")
+        one.claimant.ready.part = (2, 3)
+        now = asyncio.get_running_loop().time()
+        one.claimant.ready.tell_all([(identifier, 0, datetime.now(UTC)) for identifier in here.catalogue.ids], now)
+        one.claimant.clock.learn(datetime.now(UTC), now)
+        assert len(one.claimant.ready.due(now + 0.001)) == 4

@@ -12,6 +12,7 @@ from app.fleet import Fenced, Run
 from app.fleet.engine import recovery, retention
 from app.fleet.engine.trigger import Order
 from tests.support.runs import Desk, desk, soon
+from tests.support.service import service
 from tests.support.table import NAMESPACE, declare, table
 from tests.support.trial_actions import EFFECTS
 
@@ -297,8 +298,8 @@ async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_ot
 
 async def test_a_defect_of_ours_ends_no_service(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, scheduler, lookout = here.engine.executor, here.engine.scheduler, here.engine.lookout
-    for service, method in ((executor, "_claim"), (scheduler, "_schedule"), (lookout, "_look")):
-        genuine = getattr(service, method)
+    for each, method in ((executor, "_claim"), (scheduler, "_schedule"), (lookout, "_look")):
+        genuine = getattr(each, method)
         failed: list[bool] = []
 
         async def fail_once(*given: Any, genuine: Any = genuine, failed: list[bool] = failed) -> Any:
@@ -307,7 +308,7 @@ async def test_a_defect_of_ours_ends_no_service(here: Desk, monkeypatch: pytest.
                 raise ZeroDivisionError
             return await genuine(*given)
 
-        monkeypatch.setattr(service, method, fail_once)
+        monkeypatch.setattr(each, method, fail_once)
         scheduler.look_now()
         lookout.look_now()
         run_id = await here.trigger("echo")
@@ -319,3 +320,10 @@ async def test_a_defect_of_ours_ends_no_service(here: Desk, monkeypatch: pytest.
         await soon(has_failed)
     run_id = await here.trigger("echo")
     assert (await here.ended(run_id)).state == "succeeded"
+
+
+async def test_instances_with_the_same_actions_learn_which_part_of_many_places_is_theirs(address: str) -> None:
+    async with desk(address) as one, desk(address) as two, service(address, actions=("benchmarks.actions",)) as other:
+        readies = [each.engine.executor.claimant.ready for each in (one, two)]
+        await soon(lambda: one.sql("SELECT 1 WHERE %s", sorted(each.part for each in readies) == [(0, 2), (1, 2)]))
+        assert other.context.engine.executor.claimant.ready.part == (0, 1)

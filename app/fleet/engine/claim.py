@@ -21,6 +21,10 @@ is the time of the statement that found no more, and comes down again when a not
 run that was hidden at that moment (its transaction committed later, or another claim had it locked and then died) is
 found by the poll.
 
+When very many become due at once, instances that all looked at all places would mostly find what another has locked.
+Each has a part of the places then, by the action's id, and leaves the others' for `LATER`. How many parts there are,
+and which is ours, is what the lookout last saw; where that is wrong, somebody's part waits for that long.
+
 Lock order: instance, actions by id, runs.
 """
 
@@ -125,6 +129,10 @@ FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority
 ) AS f
 """
 
+# So many places at once are shared out, and a claim takes from all of its own.
+MANY = 50
+LATER = 0.05
+
 # Somebody else is claiming that action just now; a limit is reached and nobody says when it will not be.
 CONTENDED = 0.01
 BLOCKED = 0.5
@@ -183,11 +191,19 @@ class Ready:
         self._catalogue = catalogue
         self._clock = clock
         self._spots: dict[Place, Spot] = {}
+        # Our part of the places, and how many parts there are.
+        self.part = (0, 1)
         # What was told while a claim was under way, whose answer cannot know it.
         self._told: dict[Place, datetime] | None = None
 
-    def tell(self, action_id: int, priority: int, run_at: datetime, now: float) -> None:
-        """A run waits there from then on."""
+    def tell_all(self, places: Sequence[tuple[int, int, datetime]], now: float) -> None:
+        """Runs wait at all these; where they are many, at the others' parts a moment later."""
+        ours, parts = self.part if len(places) > MANY else (0, 1)
+        for action_id, priority, run_at in places:
+            self.tell(action_id, priority, run_at, now, 0.0 if action_id % parts == ours else LATER)
+
+    def tell(self, action_id: int, priority: int, run_at: datetime, now: float, later: float = 0.0) -> None:
+        """A run waits there from then on; to be looked at so much later."""
         if self._catalogue.of_id(action_id) is None:
             return
         place = (action_id, priority)
@@ -195,9 +211,9 @@ class Ready:
         if spot is None:
             spot = self._spots[place] = Spot(floor=run_at)
         due = max(now, self._clock.loop_time(run_at))
-        spot.floor = min(spot.floor, run_at)
-        spot.due = due if spot.due is None else min(spot.due, due)
         spot.later |= due > now
+        spot.floor = min(spot.floor, run_at)
+        spot.due = due + later if spot.due is None else min(spot.due, due + later)
         if self._told is not None:
             self._told[place] = min(run_at, self._told.get(place, run_at))
 

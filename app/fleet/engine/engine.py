@@ -73,7 +73,5 @@ class Engine:
         self.lookout.look_now()
 
     def _runs_wait(self, rest: str) -> None:
-        now = self.executor.now()
-        for action_id, priority, run_at in heard(rest):
-            self.executor.claimant.ready.tell(action_id, priority, run_at, now)
+        self.executor.claimant.ready.tell_all(list(heard(rest)), self.executor.now())
         self.executor.wake()

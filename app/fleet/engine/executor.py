@@ -36,7 +36,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool import Database
 from app.fleet.engine.actions import Action, Catalogue
-from app.fleet.engine.claim import WIDTH, Claimant, Clock
+from app.fleet.engine.claim import MANY, WIDTH, Claimant, Clock
 from app.fleet.engine.ledger import Ledger
 from app.fleet.engine.run import Run, as_json
 from app.fleet.engine.watch import Watch
@@ -208,8 +208,8 @@ class Executor(Service):
         identity = self._member.identity
         if identity is None:
             return
-        # Where many wait for different actions, there is enough for everyone.
-        room = min(self.room, max(self._appetite, len(due) // 3))
+        # Where runs of many actions wait, they are shared out already.
+        room = min(self.room, max(self._appetite, len(due) if len(due) > MANY else 0))
         async with self._lane.connection() as connection:
             rows = await self.claimant.claim(connection, identity, due, room, now)
         if self._member.identity != identity:
@@ -219,6 +219,9 @@ class Executor(Service):
         self._appetite = min(self._appetite * GROWTH, BATCH) if len(rows) >= room else FIRST
         for row in rows:
             self._begin(row)
+        if rows:
+            # They begin before more is claimed.
+            await asyncio.sleep(0)
 
     def _begin(self, row: tuple[Any, ...]) -> None:
         assert self._loop is not None

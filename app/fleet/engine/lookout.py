@@ -9,6 +9,8 @@ was. `LOOK` answers with rows of several kinds:
     lapsed   (one) runs that somebody must take back    `recovery.sweep`
     slot     the action of ours that is due next        the scheduler
     limit    an action with a limit in the cluster      claims of it are counted, whatever our code says
+    now      (one) PostgreSQL's clock, and how many     when to look, and which part of many places is ours
+             ready instances have the same actions
 
 The interval is never the same twice, so that instances that started together do not look together. An instance that
 leads acts on `lapsed` and `slot` at once; the others leave it a moment (`BACK_UP`), and then act all the same: the
@@ -88,7 +90,11 @@ SELECT 'limit', id, 0, NULL, false
 FROM {schema}.actions
 WHERE id = ANY (%(actions)s::int[]) AND (concurrency IS NOT NULL OR rate_interval IS NOT NULL)
 UNION ALL
-SELECT 'now', 0, 0, clock_timestamp(), EXISTS (SELECT FROM {schema}.standby WHERE instance_id = %(me)s)
+SELECT 'now', count(*) FILTER (WHERE i.id < %(me)s), count(*), clock_timestamp(),
+       EXISTS (SELECT FROM {schema}.standby WHERE instance_id = %(me)s)
+FROM {schema}.standby AS s
+JOIN {schema}.instances AS i ON i.id = s.instance_id AND i.state = 'ready'
+WHERE s.action_ids = (SELECT action_ids FROM {schema}.standby WHERE instance_id = %(me)s)
 """
 
 # A claim of ours whose answer never came: nobody here runs it, so it goes back as if it had not been claimed.
@@ -162,7 +168,9 @@ class Lookout(Service):
             by_kind: dict[str, list[tuple[Any, ...]]] = {}
             for kind, *rest in rows:
                 by_kind.setdefault(kind, []).append(tuple(rest))
-            ((_, _, server_now, announced),) = by_kind["now"]
+            ((before_us, alike, server_now, announced),) = by_kind["now"]
+            parts = max(1, alike)
+            self._executor.claimant.ready.part = (before_us % parts, parts)
             self._executor.claimant.clock.learn(server_now, now)
             self._executor.claimant.limited = {action_id for action_id, *_ in by_kind.get("limit", [])}
             for action_id, priority, run_at, _ in by_kind.get("place", []):
