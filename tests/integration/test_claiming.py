@@ -2,12 +2,15 @@
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import psycopg
 import pytest
 
 from app.fleet.cluster.registry import Register
+from app.fleet.db.statements import array
 from app.fleet.engine.claim import LATER, MANY
+from app.fleet.engine.ledger import FINISH
 from app.fleet.engine.recovery import TakeBack
 from app.fleet.engine.trigger import Order
 from tests.support.table import NAMESPACE, Claiming, declare, table
@@ -265,3 +268,31 @@ async def test_a_few_places_are_everyones(address: str) -> None:
         one.claimant.ready.tell_all([(identifier, 0, datetime.now(UTC)) for identifier in here.catalogue.ids], now)
         one.claimant.clock.learn(datetime.now(UTC), now)
         assert len(one.claimant.ready.due(now + 0.001)) == 4
+
+
+async def test_a_completion_finds_its_rows_by_their_ids_even_if_it_was_planned_on_an_empty_table(address: str) -> None:
+    """An empty table makes a walk through all of it look cheap; under a snapshot, that becomes a long one."""
+    async with table(address, declare()) as here:
+        one, lane, finish = await here.instance("one"), here.database.lane(), here.database.namespace.sql(FINISH)
+        with psycopg.connect(address, autocommit=True) as other:
+            other.execute("VACUUM ANALYZE flotilla.runs")
+        await here.trigger(*[Order("tick")] * 50)
+        runs = await one.claim()
+        values = {"ids": array(run.run_id for run in runs), "tokens": array(run.token for run in runs)}
+        async with lane.connection() as connection:
+            await connection.execute(finish, {**values, "states": None, "results": None, "errors": None})
+            known = await connection.execute("SELECT name FROM pg_prepared_statements WHERE statement ~ 'ended AS \\('")
+            ((name,),) = await known.fetchall()
+            assert await (await connection.execute("SHOW enable_nestloop")).fetchone() == ("off",)
+            explain = f"EXPLAIN (FORMAT JSON) EXECUTE {name} ('{{1}}', '{{1}}', NULL, NULL, NULL)"
+            ((plan,),) = await (await connection.execute(explain, prepare=False)).fetchall()
+        await lane.close()
+        found = [scan.get("Index Cond") or scan["Recheck Cond"] for scan in scans(plan[0]["Plan"], "runs")]
+        assert [condition.partition(" = ANY ")[0] for condition in found] == ["(id"]
+        assert "Nested Loop" not in str(plan), "each of the batch is not compared with each of the rows"
+
+
+def scans(plan: dict[str, Any], relation: str) -> list[dict[str, Any]]:
+    """Return the nodes of a plan that read this table."""
+    own = [plan] if plan.get("Relation Name") == relation and "Scan" in plan["Node Type"] else []
+    return own + [scan for part in plan.get("Plans", []) for scan in scans(part, relation)]

@@ -77,8 +77,11 @@ async def make_durable(connection: Connection) -> None:
 # to go by, and must not choose to read a table from end to end because it is short today. Before PostgreSQL 18 a plan
 # that has no other choice looks so dear then that it would be compiled first, hence the second. The third: at the first
 # use, and not after five, so that the first thousand runs of a day are claimed as quickly as the last.
-SURELY = b"SET enable_seqscan = off; SET jit = off; SET plan_cache_mode = force_generic_plan"
-AS_USUAL = b"RESET enable_seqscan; RESET jit; RESET plan_cache_mode"
+#
+# And the fourth: while a table is empty, comparing each row of a batch with each row found looks as good as anything,
+# and a thousand with a thousand is a million. A statement that must go from row to row says LATERAL, and still does.
+SURELY = b"SET enable_seqscan = off; SET jit = off; SET plan_cache_mode = force_generic_plan; SET enable_nestloop = off"
+AS_USUAL = b"RESET enable_seqscan; RESET jit; RESET plan_cache_mode; RESET enable_nestloop"
 # After how many uses the driver prepares a statement.
 PREPARED_AFTER = 5
 
@@ -126,7 +129,8 @@ class Lane:
     async def _plan(self, connection: Connection, how: bytes, prepared_after: int) -> None:
         """Through a pooler, nothing can be said to a session; there, statements are planned anew each time."""
         if self._database.keeps_lanes and not self._database.pooled:
-            await connection.execute(how)
+            # Several in one text, which cannot be prepared.
+            await connection.execute(how, prepare=False)
             connection.prepare_threshold = prepared_after
 
     async def _give_back(self, *, close: bool) -> None:

@@ -12,7 +12,7 @@ INSERT INTO {schema}.finished_runs (
 )
 SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
        g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by, g.events,
-       g.created_at, g.started_at, clock_timestamp(), clock_timestamp() + a.retention
+       g.created_at, g.started_at, clock_timestamp(),
+       clock_timestamp() + (SELECT retention FROM {schema}.actions AS a WHERE a.id = g.action_id)
 FROM gone AS g
-JOIN {schema}.actions AS a ON a.id = g.action_id
 """

@@ -37,7 +37,7 @@ WITH given AS (
         FROM given
         GROUP BY run_id, token
     ) AS g
-    WHERE r.id = g.run_id AND r.token = g.token AND r.state = 'running'
+    WHERE r.id = ANY (%(run_ids)s::int8[]) AND r.id = g.run_id AND r.token = g.token AND r.state <> 'pending'
     RETURNING r.id, r.token, r.events - g.many AS before
 ), written AS (
     INSERT INTO {schema}.run_events (run_id, seq, kind, data)
