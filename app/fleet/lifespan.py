@@ -126,6 +126,7 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     gc.freeze()
     # The register first: who is told "ready" by a probe finds it there.
     await member.announce(Phase.READY)
+    await engine.tell_members()
     context.course.ready()
     log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.place)
     return Shutdown(context, signals, database=database, member=member, engine=engine)

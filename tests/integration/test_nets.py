@@ -9,7 +9,8 @@ import psycopg
 import pytest
 
 from app.fleet import Fenced, Run
-from app.fleet.engine import recovery, retention
+from app.fleet.engine import lookout, recovery, retention
+from app.fleet.engine.claim import MANY
 from app.fleet.engine.trigger import Order
 from tests.support.runs import Desk, desk, soon
 from tests.support.service import service
@@ -322,8 +323,23 @@ async def test_a_defect_of_ours_ends_no_service(here: Desk, monkeypatch: pytest.
     assert (await here.ended(run_id)).state == "succeeded"
 
 
-async def test_instances_with_the_same_actions_learn_which_part_of_many_places_is_theirs(address: str) -> None:
+async def test_instances_with_the_same_actions_learn_which_part_of_many_places_is_theirs(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At once: nobody waits for its next look.
+    monkeypatch.setattr(lookout, "EVERY", 3600)
     async with desk(address) as one, desk(address) as two, service(address, actions=("benchmarks.actions",)) as other:
         readies = [each.engine.executor.claimant.ready for each in (one, two)]
         await soon(lambda: one.sql("SELECT 1 WHERE %s", sorted(each.part for each in readies) == [(0, 2), (1, 2)]))
         assert other.context.engine.executor.claimant.ready.part == (0, 1)
+
+
+async def test_nobodys_part_of_many_places_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "EVERY", 3600)
+    async with desk(address) as here:
+        ready = here.engine.executor.claimant.ready
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.lookout.looks >= 2))
+        # As if another instance had this action in its part, and were not there any more.
+        ready.part = ((here.engine.catalogue.id_of("noop") + 1) % 2, 2)
+        for run_id in await here.trigger_all([Order("noop", priority=number) for number in range(MANY + 1)]):
+            assert (await here.ended(run_id)).state == "succeeded"

@@ -141,6 +141,8 @@ LONG_AGO = datetime.fromisoformat("2000-01-01T00:00:00+00:00")
 LATEST = datetime.max.replace(tzinfo=UTC)
 # An action's id, and a priority.
 Place: TypeAlias = tuple[int, int]
+# And from when on runs wait there.
+Told: TypeAlias = tuple[int, int, datetime]
 Row: TypeAlias = tuple[Any, ...]
 
 
@@ -196,14 +198,19 @@ class Ready:
         # What was told while a claim was under way, whose answer cannot know it.
         self._told: dict[Place, datetime] | None = None
 
-    def tell_all(self, places: Sequence[tuple[int, int, datetime]], now: float) -> None:
-        """Runs wait at all these; where they are many, at the others' parts a moment later."""
+    def tell_all(self, places: Sequence[Told], now: float) -> list[Told]:
+        """Runs wait at all these. Where they are many, those of the others are returned, to be told `LATER`."""
         ours, parts = self.part if len(places) > MANY else (0, 1)
-        for action_id, priority, run_at in places:
-            self.tell(action_id, priority, run_at, now, 0.0 if action_id % parts == ours else LATER)
+        rest = []
+        for place in places:
+            if place[0] % parts == ours:
+                self.tell(*place, now)
+            else:
+                rest.append(place)
+        return rest
 
-    def tell(self, action_id: int, priority: int, run_at: datetime, now: float, later: float = 0.0) -> None:
-        """A run waits there from then on; to be looked at so much later."""
+    def tell(self, action_id: int, priority: int, run_at: datetime, now: float) -> None:
+        """A run waits there from then on."""
         if self._catalogue.of_id(action_id) is None:
             return
         place = (action_id, priority)
@@ -213,7 +220,7 @@ class Ready:
         due = max(now, self._clock.loop_time(run_at))
         spot.later |= due > now
         spot.floor = min(spot.floor, run_at)
-        spot.due = due + later if spot.due is None else min(spot.due, due + later)
+        spot.due = due if spot.due is None else min(spot.due, due)
         if self._told is not None:
             self._told[place] = min(run_at, self._told.get(place, run_at))
 

@@ -5,14 +5,20 @@ Wired here, and nowhere else: who is told what. Notifications come in as `kind:r
     runs:…                          runs wait at these places (`telling.py`)
     cancel:run                      a running run is to be cancelled
     slots                           a schedule was changed or resumed
+    members                         an instance is ready: many places are shared out with it from now on
 """
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
+
+import psycopg
 
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
 from app.fleet.engine import recovery
 from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.claim import LATER, Told
 from app.fleet.engine.executor import Executor
 from app.fleet.engine.lookout import Lookout
 from app.fleet.engine.retention import Retention
@@ -20,9 +26,12 @@ from app.fleet.engine.scheduler import Scheduler
 from app.fleet.engine.synchronise import announce, synchronise
 from app.fleet.engine.telling import heard
 from app.fleet.engine.trigger import Triggers, current
+from app.fleet.errors import DatabaseError
 from app.fleet.phase import Course
 from app.fleet.service import Service
 from app.fleet.settings import FleetSettings
+
+MEMBERS = "SELECT pg_notify('{channel}', 'members:')"
 
 
 class Engine:
@@ -45,6 +54,7 @@ class Engine:
         member.on_notification("runs", self._runs_wait)
         member.on_notification("cancel", lambda run: self.executor.cancel(int(run)))
         member.on_notification("slots", lambda _: self.scheduler.look_now())
+        member.on_notification("members", lambda _: self.lookout.look_now())
         member.count_running(lambda: len(self.executor.running_runs))
 
     @property
@@ -62,6 +72,12 @@ class Engine:
         # Tasks started from here on know whose actions `trigger` means.
         current.set(self.triggers)
 
+    async def tell_members(self) -> None:
+        """Have everyone look who is there; without it they find out within two seconds."""
+        with suppress(psycopg.Error, DatabaseError):
+            async with self._database.autocommit() as connection:
+                await connection.execute(self._database.namespace.sql(MEMBERS))
+
     async def pause(self) -> None:
         """Stop the executor; the lookout goes on until then, because it sees what is to be cancelled."""
         await self.retention.stop()
@@ -73,5 +89,13 @@ class Engine:
         self.lookout.look_now()
 
     def _runs_wait(self, rest: str) -> None:
-        self.executor.claimant.ready.tell_all(list(heard(rest)), self.executor.now())
+        others = self.executor.claimant.ready.tell_all(list(heard(rest)), self.executor.now())
+        self.executor.wake()
+        if others:
+            asyncio.get_running_loop().call_later(LATER, self._still_wait, others)
+
+    def _still_wait(self, places: Sequence[Told]) -> None:
+        """Look at the others' parts too: whoever they belong to may be busy, or gone."""
+        for place in places:
+            self.executor.claimant.ready.tell(*place, self.executor.now())
         self.executor.wake()

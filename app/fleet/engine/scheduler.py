@@ -234,9 +234,14 @@ class Scheduler(Service):
     async def _insert(self, connection: Connection, due: Sequence[tuple[Any, ...]]) -> None:
         actions, slots, jitters, alone = [], [], [], []
         moved, were, nexts = [], [], []
+        # Of a thousand that are due in one moment, many have the same schedule.
+        known: dict[tuple[str, str, datetime], tuple[Sequence[datetime], datetime]] = {}
         for identifier, schedule, misfire, overlap, next_run_at, now in due:
             # By the database's words, whatever our code says: releases may be mixed.
-            own, following = read(schedule).due(next_run_at, now, misfire)
+            alike = (schedule, misfire, next_run_at)
+            if alike not in known:
+                known[alike] = read(schedule).due(next_run_at, now, misfire)
+            own, following = known[alike]
             # With overlap="skip", several missed slots are one: the second would find the first active.
             for slot in own[-1:] if overlap == "skip" else own:
                 actions.append(identifier)
