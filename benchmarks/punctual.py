@@ -2,22 +2,23 @@
 
 Late is the action's first statement after its slot, on the system's clock, which is PostgreSQL's too; the claim
 (`started_at` minus `scheduled_for`, from the rows) is shown beside it. Counted for each action and slot: one run, and
-one start. Each instance may run 500 at once, so that there is room for a thousand; with the default of 100, most would
-wait for others to end.
+one start. The figure is the median of the five slots' p99; all of them are shown. Each instance may run 500 at once, so
+that there is room for a thousand; with the default of 100, most would wait for others to end.
 """
 
 import time
 from collections import Counter
+from statistics import median
 
 from benchmarks.conditions import instances
 from benchmarks.marks import Mark, Marks
-from benchmarks.report import distribution, verdict
+from benchmarks.report import distribution, percentile, verdict
 from tests.support.postgres import Postgres, eventually
 
 INSTANCES = 3
 COUNT = 1000
 CONCURRENCY = "500"
-SLOTS = 6
+SLOTS = 5
 SECONDS = 10
 P99 = 50
 
@@ -47,8 +48,10 @@ def run(*, short: bool) -> None:
     for slot in wanted:
         print(distribution(f"slot {wanted.index(slot) + 1}: the action began", lateness(starts, slot)))
     late = [mark.wall - mark.slot for mark in starts if mark.slot is not None]
-    print(distribution(f"all {slots} slots: the action began", late, bound_ms=P99))
-    print(distribution(f"all {slots} slots: it was claimed", [late for _, _, late in rows], bound_ms=P99))
+    print(distribution(f"all {slots} slots: the action began", late))
+    print(distribution(f"all {slots} slots: it was claimed", [late for _, _, late in rows]))
+    p99 = median(percentile(lateness(starts, slot), 0.99) for slot in wanted) * 1000
+    print(f"median of the slots' p99: {p99:.1f} ms   ≤ {P99} ms: {verdict(p99 <= P99)}")
     once = Counter(Counter((name, slot) for name, slot, _ in rows).values()) == {1: COUNT * slots}
     begun = len(starts) == len({mark.run for mark in starts}) == COUNT * slots
     pids = {mark.pid for mark in starts}

@@ -312,6 +312,10 @@ class Claimant:
                 raise
         return rows
 
+    async def prepare(self, connection: Connection, me: Identity) -> None:
+        """Have the claim planned before there is anything to claim."""
+        await self._take(connection, me, [], 0, 0.0, counted=False)
+
     async def _take(
         self, connection: Connection, me: Identity, wanted: Sequence[Wanted], room: int, now: float, *, counted: bool
     ) -> list[Row]:

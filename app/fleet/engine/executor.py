@@ -176,6 +176,8 @@ class Executor(Service):
 
     async def _claim_for_ever(self) -> None:
         assert self._loop is not None
+        with suppress(psycopg.Error, DatabaseError):
+            await self._prepare()
         while True:
             self._wake.clear()
             now = self._loop.time()
@@ -203,6 +205,11 @@ class Executor(Service):
         else:
             timeout = None if due is None else max(0.0, due - now)
         await woken(self._wake, timeout)
+
+    async def _prepare(self) -> None:
+        if (identity := self._member.identity) is not None:
+            async with self._lane.connection() as connection:
+                await self.claimant.prepare(connection, identity)
 
     async def _claim(self, due: Sequence[Any], now: float) -> None:
         identity = self._member.identity

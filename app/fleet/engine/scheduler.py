@@ -146,6 +146,7 @@ class Scheduler(Service):
         self._on_rush = on_rush
         self._lane = database.lane()
         self._due: float | None = None
+        self._first = True
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -225,7 +226,9 @@ class Scheduler(Service):
             asked = {"actions": array(self._catalogue.ids), "batch": BATCH, "kind": Lock.ACTION.key(0)}
             due = await (await connection.execute(self._sql(LOCK_DUE), asked)).fetchall()
             held = [identifier for identifier, taken in due if taken]
-            if held:
+            # The first time with nothing too, so that the plans are there when a thousand are due.
+            if held or self._first:
+                self._first = False
                 async with connection.cursor(binary=True) as cursor:
                     await cursor.execute(self._sql(READ_AGAIN), {"actions": array(held)})
                     await self._insert(connection, await cursor.fetchall())
