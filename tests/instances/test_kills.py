@@ -71,7 +71,8 @@ def top_up(session: psycopg.Connection[TupleRow], ship: Ship, chance: random.Ran
 
 def test_runs_of_a_killed_leader_go_on_elsewhere_with_their_checkpoint(fleet: Fleet) -> None:
     (leader,) = fleet.start()
-    ids = leader.trigger_all([{"action": "walk", "payload": {"steps": 40, "seconds": 0.1}}] * 10)
+    # They go on for as long as another instance may need to start.
+    ids = leader.trigger_all([{"action": "walk", "payload": {"steps": 120, "seconds": 0.1}}] * 10)
     (other,) = fleet.start()
     eventually(lambda: all((leader.run(each)["progress"] or {"done": 0})["done"] > 0.1 for each in ids))
     leader.kill()
