@@ -117,8 +117,7 @@ async def test_a_completion_whose_answer_was_lost_is_no_late_writer(
 
 async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: Desk) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
-    await here.until(run_id, "running")
-    attempt = here.engine.executor.running_runs[run_id]
+    attempt = await here.attempt(run_id)
     await here.sql("UPDATE runs SET token = token + 1, instance_id = 0 WHERE id = %s RETURNING 1", run_id)
     assert attempt.task is not None
     await asyncio.wait_for(asyncio.wait([attempt.task]), 10)
@@ -143,9 +142,7 @@ async def test_with_few_connections_everything_goes_on(address: str) -> None:
 
 async def test_every_write_of_an_old_token_is_refused_while_another_attempt_is_running(here: Desk) -> None:
     run_ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(4)]
-    for run_id in run_ids:
-        await here.until(run_id, "running")
-    by_checkpoint, by_guard, by_commit, by_event = [here.engine.executor.running_runs[each] for each in run_ids]
+    by_checkpoint, by_guard, by_commit, by_event = [await here.attempt(each) for each in run_ids]
     # As if each had been taken over, and run again, by somebody who lives: the row is running, under another token.
     await here.sql("UPDATE runs SET token = token + 1 RETURNING 1")
     with pytest.raises(Fenced):

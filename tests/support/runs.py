@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from app.fleet import Run
 from app.fleet.engine import runs
 from app.fleet.engine.engine import Engine
 from app.fleet.engine.runs import RunRecord
@@ -48,6 +49,14 @@ class Desk:
             return run if run.state in states else None
 
         return await soon(there, within=within)
+
+    async def attempt(self, run_id: int) -> Run[Any]:
+        """Wait until the run is under way here, and return its handle. Its row says so a moment earlier."""
+
+        async def there() -> Run[Any] | None:
+            return self.engine.executor.running_runs.get(run_id)
+
+        return await soon(there)
 
     async def run(self, action: str, payload: Any = None, **order: Any) -> RunRecord:
         """Trigger it, and return the run when it has ended."""
