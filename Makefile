@@ -27,8 +27,9 @@ up: setup  ## Start three instances on ports 8000-8002, on the embedded PostgreS
 down: setup  ## Ask them to leave, and stop the embedded PostgreSQL
 	$(BIN)/flotilla down
 
+# In the order of the files, so that the long ones with real instances come first, and none is begun when all else is done.
 test: setup tools  ## Run every test
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: setup  ## Format, lint, types, import contract, documentation, model-migration drift
 	$(BIN)/ruff format --check .
