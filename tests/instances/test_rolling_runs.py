@@ -11,7 +11,10 @@ RUNS = 12
 def test_in_a_rolling_restart_runs_go_on_from_their_checkpoint_and_use_no_attempt(address: str, tmp_path: Path) -> None:
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
         ships = fleet.start(3)
-        ids = ships[0].trigger_all([{"action": "walk", "payload": {"steps": 80, "seconds": 0.1}}] * RUNS)
+        # None of them ends before all three were replaced, however long that takes.
+        gate = tmp_path / "gate"
+        payload = {"steps": 80, "seconds": 0.05, "gate": str(gate)}
+        ids = ships[0].trigger_all([{"action": "walk", "payload": payload}] * RUNS)
         eventually(lambda: all((ships[0].run(each)["progress"] or {"done": 0})["done"] > 0.05 for each in ids))
         for old in list(ships):
             (new,) = fleet.start()
@@ -20,6 +23,7 @@ def test_in_a_rolling_restart_runs_go_on_from_their_checkpoint_and_use_no_attemp
             assert not old.errors()
             ships.remove(old)
             ships.append(new)
+        gate.touch()
         witness = ships[0]
         runs = [witness.ended(run_id, within=60) for run_id in ids]
         assert {run["state"] for run in runs} == {"succeeded"}

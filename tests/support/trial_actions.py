@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -152,18 +153,25 @@ def note_in_thread(run: Run) -> None:
 
 @action("walk")
 async def walk(run: Run) -> dict[str, Any]:
-    """Take many steps, with a checkpoint after each."""
+    """Take many steps, with a checkpoint after each; the last one when the file `gate` is there, if there is one."""
     steps = run.payload.get("steps", 20)
     done = run.state["done"] if run.state else 0
     seen = run.state["seen"] if run.state else []
     instance = str(os.getpid())
     for step in range(done, steps):
         await asyncio.sleep(run.payload.get("seconds", 0.1))
+        if step + 1 == steps:
+            await opened(run.payload.get("gate"))
         if instance not in seen:
             seen.append(instance)
         await run.progress((step + 1) / steps)
         await run.checkpoint({"done": step + 1, "seen": seen})
     return {"steps": steps, "instances": seen, "attempt": run.attempt}
+
+
+async def opened(gate: str | None) -> None:
+    while gate is not None and not Path(gate).exists():  # noqa: ASYNC110, ASYNC240 — a file tells nobody that it is there
+        await asyncio.sleep(0.05)
 
 
 @action("relay")
