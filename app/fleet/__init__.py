@@ -4,9 +4,10 @@ This page is the public API. A service author imports from here; everything belo
 """
 
 from app.fleet.engine.actions import Action, action
+from app.fleet.engine.following import follow, result
 from app.fleet.engine.run import Run
 from app.fleet.engine.trigger import Order, session, trigger, trigger_many
-from app.fleet.errors import AlreadyActive, Fenced, FleetError, GiveUp, PayloadInvalid, TryAgain
+from app.fleet.errors import AlreadyActive, Fenced, FleetError, GiveUp, PayloadInvalid, RunFailed, TryAgain
 from app.fleet.http.session import InSession
 from app.fleet.settings import FleetSettings
 
@@ -21,8 +22,11 @@ __all__ = [
     "Order",
     "PayloadInvalid",
     "Run",
+    "RunFailed",
     "TryAgain",
     "action",
+    "follow",
+    "result",
     "session",
     "trigger",
     "trigger_many",

@@ -25,7 +25,10 @@
     │   ├── KeyInFlight                 the request with this Idempotency-Key is still being worked on
     │   ├── NotJson                     a result, checkpoint or event that cannot be stored as JSON
     │   ├── RunUnknown                  no run has this id, or it was forgotten
+    │   ├── EventUnknown                a run, or the feed, has no event of that number yet
+    │   ├── FeedOff                     the feed is switched off
     │   └── RunNotReady                 the run is not in a state for that
+    ├── RunFailed                       a run that somebody waited for ended, and not well
     ├── Fenced                          this attempt was superseded; nothing it writes counts any more
     ├── GiveUp                          raised by an action: fail now, another attempt would not help
     ├── TryAgain                        raised by an action: another attempt, after so long
@@ -147,8 +150,25 @@ class RunUnknown(EngineError):
     exit_code = 5
 
 
+class EventUnknown(EngineError):
+    pass
+
+
+class FeedOff(EngineError):
+    pass
+
+
 class RunNotReady(EngineError):
     pass
+
+
+class RunFailed(FleetError):
+    """Raised by `result()`; `run_id` and `state` say which run, and how it ended."""
+
+    def __init__(self, message: str, run_id: int, state: str) -> None:
+        super().__init__(message)
+        self.run_id = run_id
+        self.state = state
 
 
 class Fenced(FleetError):

@@ -46,6 +46,7 @@ from app.fleet.phase import Phase
 from app.fleet.service import Service
 from app.fleet.settings import WATCHDOG_RESERVE
 from app.fleet.signals import Signals
+from app.fleet.stream.stream import Stream
 from app.fleet.telemetry.logs import events
 
 log = events(__name__)
@@ -111,16 +112,17 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
         on_leave=leave,
     )
     # Before it joins: whoever declares somebody gone must know what that means for runs.
-    engine = Engine(settings, database, member, catalogue, context.course)
+    stream = Stream(database, member)
+    engine = Engine(settings, database, member, catalogue, context.course, stream)
     services.append(member)
     await member.start()
 
     await engine.synchronise()
-    for service in engine.services:
+    for service in (*stream.services, *engine.services):
         services.append(service)
         await service.start()
 
-    context.started(database, member, engine)
+    context.started(database, member, stream, engine)
     # What is there now stays; a full collection that walked through it would hold the event loop up for long.
     gc.collect()
     gc.freeze()
@@ -129,7 +131,7 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     await engine.tell_members()
     context.course.ready()
     log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.place)
-    return Shutdown(context, signals, database=database, member=member, engine=engine)
+    return Shutdown(context, signals, database=database, member=member, stream=stream, engine=engine)
 
 
 async def undo(services: Sequence[Service]) -> None:
@@ -161,12 +163,15 @@ class Shutdown:
         *,
         database: Database,
         member: Member,
+        stream: Stream,
         engine: Engine,
     ) -> None:
         settings = context.settings
         self._context = context
         self._signals = signals
         self._member = member
+        self._stream = stream
+        self._engine = engine
         self._delay = 0.0 if signals.reloading else settings.drain_delay_seconds
         self._grace = settings.grace_period - WATCHDOG_RESERVE
         self._skip = asyncio.Event()
@@ -178,7 +183,7 @@ class Shutdown:
             Step("flag", self._raise_flag, limit=1.0),
             Step("drain", self._drain, limit=self._delay + settings.drain_timeout + DRAIN_SLACK),
             Step("scheduler", engine.scheduler.stop, limit=2.0),
-            Step("executor", engine.pause, limit=settings.pause_timeout),
+            Step("executor", self._pause, limit=settings.pause_timeout),
             Step("unlink", member.stop, limit=4.0),
             Step("pool", database.stop, limit=3.0),
         ]
@@ -241,6 +246,10 @@ class Shutdown:
         # In this order, so that nobody sees a leader hand over who is not said to be leaving.
         await self._member.announce(Phase.DRAINING)
         self._member.step_down()
+
+    async def _pause(self) -> None:
+        await self._engine.pause()
+        await self._stream.stop()
 
     async def _drain(self) -> None:
         """Wait for load balancers to notice, let the server close its listener, and see the last request out."""

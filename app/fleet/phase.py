@@ -6,6 +6,7 @@ One object, owned by the wiring, read by the edge (readiness, `Connection: close
 
 import asyncio
 import enum
+from collections.abc import Callable
 
 
 class Phase(enum.StrEnum):
@@ -21,6 +22,8 @@ class Course:
         self.phase = Phase.STARTING
         self.reason = "starting"
         self.draining = asyncio.Event()
+        # Called at that moment. For those of whom there are very many; a task for each would cost more.
+        self.at_drain: set[Callable[[], None]] = set()
 
     def ready(self) -> None:
         if self.phase is Phase.STARTING:
@@ -31,3 +34,5 @@ class Course:
             self.phase = Phase.DRAINING
             self.reason = reason
             self.draining.set()
+            for tell in list(self.at_drain):
+                tell()

@@ -63,6 +63,10 @@ class FleetSettings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     max_body: int = Field(default=1_048_576, ge=1024)
+    streams: int = Field(default=2000, ge=1)
+    streams_per_key: int = Field(default=500, ge=1)
+    stream_age: Annotated[float, Field(gt=0, le=3600)] = 900.0
+    feed_retention: Seconds = 600.0
 
     drain_delay: Seconds | None = None
     drain_timeout: Seconds = 20.0

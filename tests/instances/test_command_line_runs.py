@@ -5,11 +5,12 @@ Most commands are called in this process, which is quick; those that are interru
 
 import json
 import re
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
@@ -18,9 +19,10 @@ import pytest
 
 from app.fleet.cli import main
 from app.fleet.cli.actions import rough, some
-from app.fleet.cli.follow import described
+from app.fleet.cli.follow import Story
 from app.fleet.cli.terminal import clean, took
 from app.fleet.engine.runs import RunRecord
+from app.fleet.stream.events import Written
 from tests.support.fleet import ROOT, Fleet, Ship, environment, run
 from tests.support.postgres import Postgres, eventually, free_port
 
@@ -142,7 +144,7 @@ def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
     with process(harbour, "trigger", "weigh", "--payload", "-", "--follow", "--json") as command:
         out, err = command.communicate('{"weight": 7}', timeout=60)
     assert command.returncode == 0, err
-    assert json.loads(out.splitlines()[-1])["run"]["result"] == 7
+    assert json.loads(out.splitlines()[-1])["data"]["result"] == 7
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
         (["noop", "--key", ""], 2, "a key has from 1 to 200 printable letters"),
         ([], 2, "name"),
         (["wiegh"], 5, "did you mean weigh"),
-        (["zzz"], 5, "there are alone, block"),
+        (["zzz"], 5, "there are alone, "),
     ],
 )
 def test_a_trigger_that_cannot_be_is_refused_before_anything_is_written(
@@ -243,12 +245,13 @@ def test_following_shows_where_it_runs_how_far_it_is_and_its_result(flotilla: Co
 def test_following_as_json_is_a_line_for_each_thing_in_the_order_of_what_happened(flotilla: CommandLine) -> None:
     done = flotilla("trigger", "walk", "--payload", '{"steps": 3, "seconds": 0.3}', "--follow", "--json")
     assert done.code == 0, done.err
-    assert all(len(line) == 1 for line in done.lines)
-    events = [line["event"] for line in done.lines if "event" in line]
-    assert [event["seq"] for event in events] == [1, 2, 3]
-    assert [event["kind"] for event in events] == ["progress"] * 3
-    assert done.lines[-1]["run"]["state"] == "succeeded"
-    assert "running" in [line["run"]["state"] for line in done.lines if "run" in line]
+    assert [line["seq"] for line in done.lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["kind"] for line in done.lines] == ["state", "state", *["progress"] * 3, "state"]
+    assert [line["data"]["state"] for line in done.lines if line["kind"] == "state"] == [
+        "pending",
+        "running",
+        "succeeded",
+    ]
 
 
 def test_a_run_that_fails_ends_the_command_with_1_and_says_why(flotilla: CommandLine) -> None:
@@ -268,29 +271,34 @@ def test_a_run_that_was_cancelled_while_it_waited_ends_the_command_with_1(flotil
 
 
 def test_a_run_that_waits_again_says_after_what(flotilla: CommandLine) -> None:
-    made = RunRecord(**flotilla("trigger", "noop", "--follow", "--json").lines[-1]["run"])
-    soon = datetime.now(UTC) + timedelta(hours=1)
-    running = replace(made, state="running", attempt=2, instance="east")
-    failed = replace(made, state="pending", attempt=2, error="ValueError:\ntorn", run_at=soon)
-    assert re.fullmatch(
-        r"pending after attempt 2 of 4, not before [-\d]+ [:\d]+: ValueError: torn", described(failed, running)
-    )
-    given_back = replace(made, state="pending", attempt=1, run_at=datetime.now(UTC))
-    assert described(given_back, running) == "pending: east leaves, and it goes on elsewhere"
+    made = RunRecord(**flotilla("trigger", "noop", "--json").json)
+    now = datetime.now(UTC)
+
+    def told(seq: int, **data: Any) -> str:
+        return story.goes_on(Written(seq, "state", json.dumps({"instance": "east", **data}), now))
+
+    story = Story(made)
+    assert told(2, state="running", attempt=2) == "running on east, attempt 2 of 4"
+    soon = (now + timedelta(hours=1)).isoformat()
+    failed = told(3, state="pending", attempt=2, error="ValueError:\ntorn", run_at=soon)
+    assert re.fullmatch(r"pending after attempt 2 of 4, not before [-\d]+ [:\d]+: ValueError: torn", failed)
+    assert told(4, state="running", attempt=3) == "running on east, attempt 3 of 4"
+    given_back = told(5, state="pending", attempt=2, error=None, run_at=now.isoformat())
+    assert given_back == "pending: east leaves, and it goes on elsewhere"
 
 
 def test_a_run_that_is_over_is_shown_from_its_first_event_to_its_end(flotilla: CommandLine) -> None:
     first = flotilla("trigger", "walk", "--payload", '{"steps": 2, "seconds": 0.01}', "--follow", "--json")
-    run_id = first.lines[-1]["run"]["id"]
+    run_id = first.lines[-1]["run"]
     again = flotilla("runs", str(run_id), "--follow", "--json")
     assert again.code == 0
-    assert [next(iter(line)) for line in again.lines] == ["event", "event", "run"]
+    assert again.lines == first.lines
 
 
 def test_ctrl_c_stops_following_and_not_the_run(flotilla: CommandLine, harbour: Harbour) -> None:
     with process(harbour, "trigger", "nap", "--payload", '{"seconds": 1.5}', "--follow", "--json") as command:
         assert command.stdout is not None
-        run_id = json.loads(command.stdout.readline())["run"]["id"]
+        run_id = json.loads(command.stdout.readline())["run"]
         command.send_signal(signal.SIGINT)
         _, err = command.communicate(timeout=30)
     assert command.returncode == 130
@@ -299,8 +307,8 @@ def test_ctrl_c_stops_following_and_not_the_run(flotilla: CommandLine, harbour: 
     assert "Traceback" not in err
     followed = flotilla("runs", str(run_id), "--follow", "--json")
     assert followed.code == 0
-    assert followed.lines[-1]["run"]["state"] == "succeeded"
-    assert followed.lines[-1]["run"]["attempt"] == 1
+    assert followed.lines[-1]["data"]["state"] == "succeeded"
+    assert followed.lines[-1]["data"]["attempt"] == 1
 
 
 def test_following_goes_on_when_the_database_was_away(own_postgres: Postgres, tmp_path_factory: Any) -> None:
@@ -319,9 +327,8 @@ def test_following_goes_on_when_the_database_was_away(own_postgres: Postgres, tm
     assert "Waiting for it" in warned
     assert command.returncode == 0, err
     told = [json.loads(line) for line in [*lines, *out.splitlines()]]
-    seqs = [line["event"]["seq"] for line in told if "event" in line]
-    assert seqs == sorted(set(seqs)), "nothing is shown twice"
-    assert told[-1]["run"]["state"] == "succeeded"
+    assert [line["seq"] for line in told] == list(range(1, len(told) + 1)), "nothing is shown twice, or left out"
+    assert told[-1]["data"]["state"] == "succeeded"
 
 
 def test_following_goes_on_when_the_run_moves_to_another_instance(fleet: Fleet) -> None:
@@ -338,6 +345,35 @@ def test_following_goes_on_when_the_run_moves_to_another_instance(fleet: Fleet) 
         out, err = command.communicate(timeout=60)
     assert command.returncode == 0, err
     assert f"running on {'west' if 'running on east' in line else 'east'}, attempt 2 of 4" in out
+
+
+def test_following_all_runs_shows_what_becomes_of_them_from_now_on(flotilla: CommandLine, harbour: Harbour) -> None:
+    flotilla("trigger", "noop", "--follow")
+    ended = ("--state", "succeeded", "--state", "failed")
+    with (
+        process(harbour, "runs", "--follow", "--action", "give-up") as people,
+        process(harbour, "runs", "--follow", *ended, "--json") as machine,
+    ):
+        # Until both read along, a run more each time.
+        first = read_along(people, lambda: flotilla("trigger", "give-up"))
+        second = read_along(machine, lambda: flotilla("trigger", "noop"))
+        for each in (people, machine):
+            each.send_signal(signal.SIGINT)
+        assert people.wait(30) == machine.wait(30) == 130
+    assert re.search(r"\d\d:\d\d:\d\d  run \d+ of give-up: ", first)
+    change = json.loads(second)
+    assert change["kind"] == "state"
+    assert change["data"]["state"] in {"succeeded", "failed"}
+    assert change["action"] in {"noop", "give-up"}
+    assert change["seq"] == 3
+
+
+def read_along(command: "subprocess.Popen[str]", nudge: Callable[[], object]) -> str:
+    """Nudge until the command says something, and return its first line."""
+    assert command.stdout is not None
+    while not select.select([command.stdout], [], [], 0.5)[0]:
+        nudge()
+    return command.stdout.readline()
 
 
 # -- actions ----------------------------------------------------------------------------------------------------------
@@ -442,13 +478,13 @@ def test_runs_can_be_narrowed_to_an_action_and_to_states(flotilla: CommandLine) 
 
 def test_one_run_is_shown_in_full(flotilla: CommandLine, harbour: Harbour) -> None:
     made = flotilla("trigger", "weigh", "--payload", '{"weight": 3}', "--follow", "--json").lines[-1]["run"]
-    shown = flotilla("runs", str(made["id"]))
-    assert shown.out.startswith(f"run {made['id']} of weigh: succeeded\n")
+    shown = flotilla("runs", str(made))
+    assert shown.out.startswith(f"run {made} of weigh: succeeded\n")
     assert re.search(r"attempt +1 of 4\n", shown.out)
     assert re.search(r"started +\S+ \S+ on harbour\n", shown.out)
     assert re.search(r'payload +\{"weight": 3, "label": ""\}\n', shown.out)
     assert re.search(r"result +3\n", shown.out)
-    assert flotilla("runs", "show", str(made["id"]), "--json").json == harbour.ship.run(made["id"])
+    assert flotilla("runs", "show", str(made), "--json").json == harbour.ship.run(made)
 
 
 def test_a_run_that_waits_for_its_time_shows_when_that_is_and_can_be_hurried(flotilla: CommandLine) -> None:
@@ -471,13 +507,14 @@ def test_a_run_that_runs_is_cancelled_where_it_runs(flotilla: CommandLine) -> No
 
 
 def test_a_failed_run_is_tried_again_under_its_id(flotilla: CommandLine) -> None:
-    failed = flotilla("trigger", "give-up", "--follow", "--json").lines[-1]["run"]
+    run_id = flotilla("trigger", "give-up", "--follow", "--json").lines[-1]["run"]
+    failed = flotilla("runs", str(run_id), "--json").json
     again = flotilla("runs", "retry", str(failed["id"]), "--json").json
     assert again["id"] == failed["id"]
     assert again["state"] not in ENDED or again["finished_at"] != failed["finished_at"]
     eventually(lambda: state_of(flotilla, failed["id"]) == "failed")
     good = flotilla("trigger", "noop", "--follow", "--json").lines[-1]["run"]
-    refused = flotilla("runs", "retry", str(good["id"]))
+    refused = flotilla("runs", "retry", str(good))
     assert refused.code == 1
     assert "trigger the action" in refused.err
 

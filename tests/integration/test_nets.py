@@ -12,6 +12,7 @@ from app.fleet import Fenced, Run
 from app.fleet.engine import lookout, recovery, retention
 from app.fleet.engine.claim import MANY
 from app.fleet.engine.trigger import Order
+from app.fleet.stream import events as stream
 from tests.support.runs import Desk, desk, soon
 from tests.support.service import service
 from tests.support.table import NAMESPACE, declare, table
@@ -113,6 +114,27 @@ async def test_a_completion_whose_answer_was_lost_is_no_late_writer(
     assert run.result == {"a": 1}
     await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.executor.room == 100))
     assert ledger.fenced["completion"] == 0
+
+
+async def test_events_whose_answer_was_lost_are_there_once(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = stream.append
+    lost: list[int] = []
+
+    async def lose_every_other(*given: Any) -> set[tuple[int, int]]:
+        stale = await genuine(*given)
+        lost.append(len(given[2]))
+        if len(lost) % 2:
+            raise psycopg.OperationalError("the connection broke under the answer")
+        return stale
+
+    monkeypatch.setattr(stream, "append", lose_every_other)
+    first, second = await here.trigger_all([Order("chatter", {"count": 30, "pause": 0.0})] * 2)
+    for run_id in (first, second):
+        assert (await here.ended(run_id)).state == "succeeded"
+        told = await here.sql("SELECT seq, data->>'n' FROM run_events WHERE run_id = %s ORDER BY seq", run_id)
+        assert told == [(3 + number, str(number)) for number in range(30)]
+    assert len(lost) > 1
+    assert not here.engine.executor.ledger.fenced
 
 
 async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: Desk) -> None:

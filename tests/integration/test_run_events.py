@@ -23,7 +23,7 @@ async def test_batches_that_overlap_draw_each_number_once_and_none_is_missing(ad
         batches = [[Event(run_id, token, f"{number}-{nth}", None) for nth in range(5)] for number in range(20)]
         await asyncio.gather(*(say(here, *batch) for batch in batches))
         rows = await here.sql("SELECT seq, kind FROM run_events ORDER BY seq")
-        assert [seq for seq, _ in rows] == list(range(1, 101))
+        assert [seq for seq, _ in rows] == list(range(3, 103)), "after that it was made, and began"
         said = [kind for _, kind in rows]
         for first in said[::5]:
             at = said.index(first)
@@ -42,7 +42,7 @@ async def test_events_of_several_runs_go_in_one_batch(address: str) -> None:
         ]
         assert await say(here, *events) == set()
         rows = await here.sql("SELECT run_id, seq, kind, data FROM run_events ORDER BY run_id, seq")
-        assert rows == [(first, 1, "a", 1), (first, 2, "c", {"x": 2}), (second, 1, "b", None)]
+        assert rows == [(first, 3, "a", 1), (first, 4, "c", {"x": 2}), (second, 3, "b", None)]
 
 
 async def test_an_old_token_draws_no_number_and_is_told(address: str) -> None:
@@ -52,8 +52,8 @@ async def test_an_old_token_draws_no_number_and_is_told(address: str) -> None:
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s RETURNING 1", stale)
         events = [Event(run_id, tokens[run_id], "late", None) for run_id in (stale, fresh)]
         assert await say(here, *events) == {(stale, tokens[stale])}
-        assert await here.sql("SELECT run_id, seq FROM run_events") == [(fresh, 1)]
-        assert await here.sql("SELECT events FROM runs WHERE id = %s", stale) == [(0,)]
+        assert await here.sql("SELECT run_id, seq FROM run_events") == [(fresh, 3)]
+        assert await here.sql("SELECT events FROM runs WHERE id = %s", stale) == [(2,)]
 
 
 async def test_the_last_progress_of_a_batch_is_the_runs(address: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import cast
 
 import pytest
 
@@ -14,10 +15,11 @@ from app.fleet.engine.actions import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.phase import Course
 from app.fleet.service import Service
+from app.fleet.stream.stream import Stream
 from app.settings import Settings
 
 pytestmark = pytest.mark.anyio
-KINDS = ["pool", "member", "executor", "lookout", "retention", "scheduler"]
+KINDS = ["pool", "member", "relay", "hub", "executor", "lookout", "retention", "scheduler"]
 
 
 @pytest.fixture
@@ -33,7 +35,10 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
     def engine() -> Engine:
         member = Member(settings, addresses, namespace, shared, version="test", on_leave=print)
         catalogue = Catalogue.load(["tests.support.trial_actions"])
-        return Engine(settings, shared, member, catalogue, Course())
+        return Engine(settings, shared, member, catalogue, Course(), Stream(shared, member))
+
+    def stream() -> Stream:
+        return Stream(shared, Member(settings, addresses, namespace, shared, version="test", on_leave=print))
 
     def build(kind: str) -> Service:
         match kind:
@@ -41,14 +46,10 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
                 return Database(settings, addresses, namespace)
             case "member":
                 return Member(settings, addresses, namespace, shared, version="test", on_leave=print)
-            case "executor":
-                return engine().executor
-            case "lookout":
-                return engine().lookout
-            case "retention":
-                return engine().retention
+            case "relay" | "hub":
+                return cast("Service", getattr(stream(), kind))
             case _:
-                return engine().scheduler
+                return cast("Service", getattr(engine(), kind))
 
     yield build
     await shared.stop()

@@ -28,11 +28,20 @@ QUICK = {"FLOTILLA_DRAIN_DELAY": "0.3", "FLOTILLA_DRAIN_TIMEOUT": "5", "FLOTILLA
 class Ship:
     """One process of the service (with `workers`, a parent and its children)."""
 
-    def __init__(self, mode: Mode, address: str, log: Path, env: Mapping[str, str], port: int | None = None) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        address: str,
+        log: Path,
+        env: Mapping[str, str],
+        port: int | None = None,
+        workers: int = 2,
+    ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.mode = mode
+        self._workers = workers
         self.client = httpx.Client(base_url=self.url, timeout=30)
         if mode == "workers":
             # uvicorn's own parent process leaves its listening socket to the garbage collector.
@@ -156,7 +165,7 @@ class Ship:
         if mode == "serve":
             return [sys.executable, "-m", "tests.support.trial_routes", "serve", "--port", str(self.port)]
         command = [sys.executable, "-m", "uvicorn", "tests.support.trial_app:app", "--port", str(self.port)]
-        return command + (["--workers", "2"] if mode == "workers" else [])
+        return command + (["--workers", str(self._workers)] if mode == "workers" else [])
 
 
 class Fleet:
@@ -168,16 +177,16 @@ class Fleet:
         self._folder = folder
         self._env = env
 
-    def launch(self, mode: Mode = "serve", *, port: int | None = None, **env: str) -> Ship:
+    def launch(self, mode: Mode = "serve", *, port: int | None = None, workers: int = 2, **env: str) -> Ship:
         """Start one, without waiting."""
         log = self._folder / f"{len(self.ships)}.log"
-        ship = Ship(mode, env.pop("DATABASE_URL", self.address), log, {**self._env, **env}, port)
+        ship = Ship(mode, env.pop("DATABASE_URL", self.address), log, {**self._env, **env}, port, workers)
         self.ships.append(ship)
         return ship
 
     def start(self, count: int = 1, mode: Mode = "serve", **env: str) -> list[Ship]:
         """Start several at once and wait until all are ready."""
-        ships = [self.launch(mode, port=None, **env) for _ in range(count)]
+        ships = [self.launch(mode, port=None, workers=2, **env) for _ in range(count)]
         return [ship.wait_ready() for ship in ships]
 
     def __enter__(self) -> Self:

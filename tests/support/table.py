@@ -19,6 +19,8 @@ from app.fleet.engine.scheduler import Scheduler
 from app.fleet.engine.synchronise import synchronise
 from app.fleet.engine.trigger import Order, Triggers
 from app.fleet.phase import Course
+from app.fleet.stream.hub import Hub
+from app.fleet.stream.relay import Relay
 from app.settings import Settings
 
 NAMESPACE = Namespace("flotilla")
@@ -82,7 +84,12 @@ class Table:
         return Claiming(self, Identity(*rows[0]), Claimant(NAMESPACE, self.catalogue, Clock()))
 
     async def trigger(self, *orders: Order) -> list[int]:
-        return [done.id for done in await Triggers(self.database, self.catalogue).trigger(orders)]
+        return [
+            done.id
+            for done in await Triggers(self.database, self.catalogue, Hub(self.database, Relay(self.database))).trigger(
+                orders
+            )
+        ]
 
     async def due(self, since: timedelta = timedelta(), name: str = "tick") -> datetime:
         """Make the action due, as of so long ago."""

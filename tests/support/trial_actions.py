@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from app.fleet import GiveUp, Run, TryAgain, action, session, trigger
+from app.fleet import FleetError, GiveUp, Run, RunFailed, TryAgain, action, result, session, trigger
 
 EFFECTS = "CREATE TABLE public.effects (run_id bigint, attempt int, token bigint, instance text, note text)"
 EFFECT = text("INSERT INTO public.effects VALUES (:run, :attempt, :token, :instance, :note)")
@@ -204,3 +204,44 @@ async def late(run: Run) -> str:
 @action("talk")
 async def talk(_: Run) -> None:
     logging.getLogger("trial").warning("the parcel is heavy")
+
+
+@action("speak")
+async def speak(run: Run) -> None:
+    await run.log("hello")
+    await run.progress(0.5)
+    await run.emit("noted", {"n": 1})
+
+
+@action("chatter")
+async def chatter(run: Run) -> None:
+    """Say something `count` times, `pause` seconds apart, with `padding` letters."""
+    for number in range(run.payload.get("count", 10)):
+        said = {"n": number, "attempt": run.attempt, "padding": "x" * run.payload.get("padding", 0)}
+        await run.emit("said", said)
+        await asyncio.sleep(run.payload.get("pause", 0.05))
+
+
+@action("ask-another")
+async def ask_another(run: Run) -> dict[str, Any]:
+    other = await trigger(run.payload["of"], {"x": 1} if run.payload["of"] == "echo" else None)
+    try:
+        return {"said": await result(other, timeout=run.payload.get("timeout", 10))}
+    except (RunFailed, TimeoutError) as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+@action("emit-badly")
+async def emit_badly(run: Run) -> list[str]:
+    refused = []
+    for kind, data in (("big", "x" * 1_000_000), ("odd", object()), ("state", None), ("done", None), ("a\nb", None)):
+        try:
+            await run.emit(kind, data)
+        except FleetError as error:
+            refused.append(str(error))
+    try:
+        await run.log("oh", level="dire")  # type: ignore[arg-type]
+    except FleetError as error:
+        refused.append(str(error))
+    await run.emit("still-here")
+    return refused

@@ -4,6 +4,7 @@ They stand for what users write: slow handlers, streams, handlers that block the
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -15,9 +16,12 @@ from pydantic import BaseModel
 from sqlalchemy import text
 
 from app import routes
+from app.fleet.http import edge
 from app.fleet.http.context import InContext
 
 router = APIRouter(prefix="/trial")
+# So that a test need not wait for as long as a client may.
+edge.STALLED = float(os.environ.get("TRIAL_STALLED", edge.STALLED))
 
 
 class Parcel(BaseModel):

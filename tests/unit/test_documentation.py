@@ -516,7 +516,7 @@ def test_every_name_of_a_session_has_its_row() -> None:
     assert roles == named
 
 
-@pytest.mark.parametrize("page", ["presence-and-death", "runs", "scheduling"])
+@pytest.mark.parametrize("page", ["presence-and-death", "runs", "scheduling", "streams"])
 def test_the_numbers_of_an_explanation_are_those_of_the_code(page: str) -> None:
     for row in rows(DOCS / "explanation" / f"{page}.md", "Constant"):
         module = codes(row["Where"])[0].removesuffix(".py").replace("/", ".")

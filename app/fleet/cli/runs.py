@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperGroup
 
-from app.fleet.cli.follow import follow
+from app.fleet.cli.follow import follow, follow_all
 from app.fleet.cli.terminal import AsJson, at, connected, load, one_line, own_name_as_typed, say, say_json, say_table
 from app.fleet.cli.terminal import took as duration
 from app.fleet.db.namespace import Namespace
@@ -50,13 +50,20 @@ def runs_command(
         typer.Option(metavar="|".join(STATES), callback=states, help="In this state only; may be given several times."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = LIMIT,
+    follow_them: Annotated[
+        bool, typer.Option("--follow", help="Show every change of state, from now on, instead.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the newest runs; `flotilla runs ID` shows one in full."""
     if context.invoked_subcommand is not None:
-        if action or state or as_json or limit != LIMIT:
+        if action or state or as_json or follow_them or limit != LIMIT:
             raise typer.BadParameter("what stands before an ID or a command is for the list: options come after it")
         return
+    if follow_them:
+        if limit != LIMIT:
+            raise typer.BadParameter("--limit is for the list, and --follow has no end")
+        follow_all(load(), action, state or [], as_json=as_json)
     rows = asyncio.run(newest(load(), action, state or [], limit))
     if as_json:
         say_json(rows)

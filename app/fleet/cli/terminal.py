@@ -116,9 +116,9 @@ def say_json(value: Any) -> None:
     out.print_json(pydantic_core.to_json(value).decode())
 
 
-def say_json_line(value: Any) -> None:
-    """Print it on one line, at once: whoever reads this reads along."""
-    sys.stdout.write(pydantic_core.to_json(value).decode() + "\n")
+def say_line(text: str) -> None:
+    """Print it as it is, and at once: whoever reads this reads along."""
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 

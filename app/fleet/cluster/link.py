@@ -63,6 +63,7 @@ class Callbacks:
     on_lost: Callable[[Identity], None] = nothing
     on_drain_requested: Callable[[str], None] = nothing
     on_refused: Callable[[FleetError], None] = nothing
+    on_linked: Callable[[], None] = nothing
     on_notification: Callable[[str], None] = nothing
 
 
@@ -189,6 +190,7 @@ class Link:
         self._trusted_until = sent + PATIENCE
         if not self._joined.done() and self._identity is not None:
             self._joined.set_result(self._identity)
+        self._tell.on_linked()
 
     def _resume(self, session: DirectSession, identity: Identity) -> bool:
         """Take the presence lock and the row up again. The lock first, so that no verdict can fall in between."""

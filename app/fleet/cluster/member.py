@@ -68,6 +68,7 @@ class Member(Service):
         self._death_hooks: list[DeathHook] = []
         self._lost_hooks: list[LostHook] = []
         self._elected_hooks: list[Callable[[], None]] = []
+        self._linked_hooks: list[Callable[[], None]] = []
         self._listeners: dict[str, Callable[[str], None]] = {}
         self._running: Callable[[], int] = lambda: 0
         self._shutdown_record: list[dict[str, Any]] = []
@@ -94,6 +95,7 @@ class Member(Service):
             on_drain_requested=lambda reason: self._in_loop(self._on_leave, reason),
             on_refused=lambda error: self._in_loop(self._on_leave, str(error)),
             on_notification=lambda payload: self._in_loop(self._notified, payload),
+            on_linked=self._linked,
         )
         self._link = Link(addresses.direct, self._register, wanted, callbacks, running=self._count)
         self._leader = Leader(addresses.direct, self._register, self._link, self._elected)
@@ -108,6 +110,10 @@ class Member(Service):
 
     def on_elected(self, hook: Callable[[], None]) -> None:
         self._elected_hooks.append(hook)
+
+    def on_linked(self, hook: Callable[[], None]) -> None:
+        """Be told when the link is up, at first or again: notifications may have been lost."""
+        self._linked_hooks.append(hook)
 
     def on_notification(self, kind: str, listener: Callable[[str], None]) -> None:
         """Hear the notifications `kind:rest`; the listener is given the rest."""
@@ -210,8 +216,14 @@ class Member(Service):
         return self._running()
 
     def _elected(self) -> None:
-        for hook in self._elected_hooks:
-            self._in_loop(lambda _, hook=hook: hook(), "elected")  # type: ignore[misc]
+        self._call(self._elected_hooks)
+
+    def _linked(self) -> None:
+        self._call(self._linked_hooks)
+
+    def _call(self, hooks: Sequence[Callable[[], None]]) -> None:
+        for hook in hooks:
+            self._in_loop(lambda _, hook=hook: hook(), "")  # type: ignore[misc]
 
     def _notified(self, payload: str) -> None:
         kind, _, rest = payload.partition(":")

@@ -21,6 +21,7 @@ class Lock(enum.IntEnum):
 
     PRESENCE = 0
     ACTION = 1
+    FEED = 2
 
     def key(self, row_id: int) -> int:
         """Return the second number of the lock; a row id above 28 bits is refused by the id's sequence already."""

@@ -150,8 +150,10 @@ runs = Table(
     Column("checkpoint", JSON),
     Column("progress", JSON),
     Column("error", Text),
-    # How many events it has; the next one's number.
-    Column("events", Integer, nullable=False, server_default=text("0")),
+    # How many events it has, its changes of state among them; the first is that it was made.
+    Column("events", Integer, nullable=False, server_default=text("1")),
+    # Which of them is that it began, the last time it did.
+    Column("running_seq", Integer),
     Column("cancel_requested_at", DateTime(timezone=True)),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
     Column("started_at", DateTime(timezone=True)),
@@ -190,6 +192,7 @@ finished_runs = Table(
     Column("result", JSON),
     Column("error", Text),
     Column("events", Integer, nullable=False),
+    Column("running_seq", Integer),
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("started_at", DateTime(timezone=True)),
     Column("finished_at", DateTime(timezone=True), nullable=False),
@@ -226,3 +229,26 @@ run_events = Table(
     Column("at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     PrimaryKeyConstraint("run_id", "seq"),
 )
+
+# Every change of state of every run, a row for each statement's worth of them, until `kept` is over.
+feed = Table(
+    "feed",
+    metadata,
+    Column("id", BigInteger, Identity(), primary_key=True),
+    # The number of the first change in it, once somebody has given it one.
+    Column("first", BigInteger),
+    Column("at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("state", Text, nullable=False),
+    Column("instance", Text),
+    # How many runs; and for each of them, in the same place of each array:
+    Column("many", Integer, nullable=False),
+    Column("runs", ARRAY(BigInteger), nullable=False),
+    Column("actions", ARRAY(Integer), nullable=False),
+    Column("seqs", ARRAY(Integer), nullable=False),
+    Column("attempts", ARRAY(Integer), nullable=False),
+    Index("feed_first", "first", unique=True, postgresql_where=text("first IS NOT NULL")),
+    Index("feed_new", "id", postgresql_where=text("first IS NULL")),
+)
+
+# One row. Not kept at all: nothing is written to the feed.
+feed_settings = Table("feed_settings", metadata, Column("kept", Interval, nullable=False))

@@ -42,11 +42,12 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import array
 from app.fleet.engine.actions import Action, Catalogue
+from app.fleet.stream.feed import noted
 
 # What a claim returns of each run: first what `Run` takes, then what the executor needs.
-ROW = """r.id, r.action_id, r.token, r.attempt, r.deaths, r.max_attempts, r.priority, r.trigger, r.scheduled_for,
-          r.payload::text, r.checkpoint::text, r.cancel_requested_at IS NOT NULL, r.run_at"""
-WIDTH = 11
+ROW = """id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for, payload::text,
+       checkpoint::text, events, cancel_requested_at IS NOT NULL, run_at"""
+WIDTH = 12
 
 CLAIM = f"""
 WITH me AS MATERIALIZED (
@@ -72,13 +73,18 @@ WITH me AS MATERIALIZED (
         FOR UPDATE SKIP LOCKED
     ) AS r
     LIMIT %(room)s
+), claimed AS (
+    UPDATE {{schema}}.runs AS r
+    SET state = 'running', token = r.token + 1, attempt = r.attempt + 1, instance_id = %(me)s, instance = %(name)s,
+        events = r.events + 1, running_seq = r.events + 1,
+        started_at = clock_timestamp(), deadline_at = clock_timestamp() + make_interval(secs => p.timeout)
+    FROM places AS p
+    WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND p.action_id = r.action_id AND p.priority = r.priority
+    RETURNING r.*
+), noted AS (
+    {noted("claimed", "'running'")}
 )
-UPDATE {{schema}}.runs AS r
-SET state = 'running', token = r.token + 1, attempt = r.attempt + 1, instance_id = %(me)s, instance = %(name)s,
-    started_at = clock_timestamp(), deadline_at = clock_timestamp() + make_interval(secs => p.timeout)
-FROM places AS p
-WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND p.action_id = r.action_id AND p.priority = r.priority
-RETURNING {ROW}
+SELECT {ROW} FROM claimed
 """
 
 # Those that somebody else is claiming right now are left out; there will be another time.
@@ -353,7 +359,7 @@ class Claimant:
         """Learn from an answer where to look next."""
         found: dict[Place, list[datetime]] = {}
         for row in rows:
-            found.setdefault((row[1], row[6]), []).append(row[12])
+            found.setdefault((row[1], row[6]), []).append(row[WIDTH + 1])
         for place, spot, most in wanted:
             instants = found.get(place, [])
             if not cut_short and len(instants) < most:

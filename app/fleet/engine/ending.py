@@ -2,17 +2,21 @@
 
 Whoever ends a run deletes its row first, in a CTE called `gone` that has `ended_as`, `ended_with` and `ended_by` beside
 the row's own columns, under whatever condition makes that right; this is the other half. A process that dies between
-the two halves does not exist: they are one statement.
+the two halves does not exist: they are one statement. That it ended stands in its row, and in the feed.
 """
+
+from app.fleet.stream.feed import noted
+
+NOTE_ENDED = noted("gone", "ended_as", "events + 1")
 
 INSERT_FINISHED = """
 INSERT INTO {schema}.finished_runs (
     id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
-    payload, checkpoint, progress, result, error, events, created_at, started_at, finished_at, expires_at
+    payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at, finished_at, expires_at
 )
 SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
-       g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by, g.events,
-       g.created_at, g.started_at, clock_timestamp(),
+       g.scheduled_for, g.key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by, g.events + 1,
+       g.running_seq, g.created_at, g.started_at, clock_timestamp(),
        clock_timestamp() + (SELECT retention FROM {schema}.actions AS a WHERE a.id = g.action_id)
 FROM gone AS g
 """

@@ -11,6 +11,7 @@ Wired here, and nowhere else: who is told what. Notifications come in as `kind:r
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 
 import psycopg
 
@@ -30,17 +31,25 @@ from app.fleet.errors import DatabaseError
 from app.fleet.phase import Course
 from app.fleet.service import Service
 from app.fleet.settings import FleetSettings
+from app.fleet.stream import feed
+from app.fleet.stream.stream import Stream
 
 MEMBERS = "SELECT pg_notify('{channel}', 'members:')"
 
 
 class Engine:
     def __init__(
-        self, settings: FleetSettings, database: Database, member: Member, catalogue: Catalogue, course: Course
+        self,
+        settings: FleetSettings,
+        database: Database,
+        member: Member,
+        catalogue: Catalogue,
+        course: Course,
+        stream: Stream,
     ) -> None:
         self.catalogue = catalogue
-        self.triggers = Triggers(database, catalogue)
-        self.executor = Executor(settings, database, member, catalogue, course)
+        self.triggers = Triggers(database, catalogue, stream.hub)
+        self.executor = Executor(settings, database, member, catalogue, course, stream.relay)
         self.scheduler = Scheduler(
             database, member, catalogue, course, self.executor.claimant.clock, self.executor.stand_back
         )
@@ -48,6 +57,8 @@ class Engine:
         self.retention = Retention(database, member)
         self._database = database
         self._member = member
+        self._hub = stream.hub
+        self._feed_retention = timedelta(seconds=settings.feed_retention)
         member.on_death(recovery.TakeBack(database.namespace))
         member.on_lost(self.executor.drop)
         member.on_elected(self._elected)
@@ -66,6 +77,7 @@ class Engine:
         """Write the actions of this code into the database, before anything looks for them."""
         async with self._database.connection() as connection:
             await synchronise(connection, self._database.namespace, self.catalogue)
+            await feed.keep(connection, self._database.namespace, self._feed_retention)
             # Now and not at the lookout's first look: an instance that is ready stands by.
             if (me := self._member.identity) is not None:
                 await announce(connection, self._database.namespace, me.id, self.catalogue.ids)
@@ -89,10 +101,13 @@ class Engine:
         self.lookout.look_now()
 
     def _runs_wait(self, rest: str) -> None:
-        others = self.executor.claimant.ready.tell_all(list(heard(rest)), self.executor.now())
+        places = list(heard(rest))
+        others = self.executor.claimant.ready.tell_all(places, self.executor.now())
         self.executor.wake()
         if others:
             asyncio.get_running_loop().call_later(LATER, self._still_wait, others)
+        # Some of them may wait again.
+        self._hub.look_at_actions(action_id for action_id, _, _ in places)
 
     def _still_wait(self, places: Sequence[Told]) -> None:
         """Look at the others' parts too: whoever they belong to may be busy, or gone."""

@@ -44,6 +44,7 @@ from app.fleet.errors import DatabaseError, Fenced, GiveUp, NotJson, PayloadInva
 from app.fleet.phase import Course
 from app.fleet.service import Service, let_go, woken
 from app.fleet.settings import FleetSettings
+from app.fleet.stream.relay import CHANGED, Relay
 from app.fleet.telemetry.logs import events, request_id
 
 BATCH = 500
@@ -66,10 +67,17 @@ class Executor(Service):
     name = "executor"
 
     def __init__(
-        self, settings: FleetSettings, database: Database, member: Member, catalogue: Catalogue, course: Course
+        self,
+        settings: FleetSettings,
+        database: Database,
+        member: Member,
+        catalogue: Catalogue,
+        course: Course,
+        relay: Relay,
     ) -> None:
         super().__init__()
-        self.ledger = Ledger(database, self._on_settled, self._on_fenced)
+        self.ledger = Ledger(database, relay, self._on_settled, self._on_fenced)
+        self._relay = relay
         self.claimant = Claimant(database.namespace, catalogue, Clock())
         self.abandoned = 0
         self.claimed = 0
@@ -223,6 +231,8 @@ class Executor(Service):
             # Claimed for who we were: the death of that identity has them back already, or will.
             return
         self.claimed += len(rows)
+        if self._relay.wanted:
+            self._relay.tell(CHANGED, (row[0] for row in rows))
         self._appetite = min(self._appetite * GROWTH, BATCH) if len(rows) >= room else FIRST
         for row in rows:
             self._begin(row)

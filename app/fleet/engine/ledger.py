@@ -35,12 +35,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outage
 from app.fleet.db.statements import array, fetch
-from app.fleet.engine.ending import INSERT_FINISHED
+from app.fleet.engine.ending import INSERT_FINISHED, NOTE_ENDED
 from app.fleet.engine.run import STATE_MOST, Run, as_json
 from app.fleet.engine.telling import tell
 from app.fleet.errors import Fenced
 from app.fleet.service import let_go
 from app.fleet.stream import events as stream
+from app.fleet.stream.feed import noted
+from app.fleet.stream.relay import CHANGED, SAID, Relay
 from app.fleet.telemetry.logs import events
 
 Answer = TypeVar("Answer")
@@ -73,6 +75,8 @@ WITH ended AS (
     USING ended AS e
     WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = e.id AND r.token = e.token AND r.state <> 'pending'
     RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
+), noted AS (
+    {NOTE_ENDED}
 )
 {INSERT_FINISHED}"""
 
@@ -84,11 +88,16 @@ WITH back AS (
         run_at = CASE WHEN b.delay IS NULL THEN r.run_at ELSE clock_timestamp() + make_interval(secs => b.delay) END,
         attempt = r.attempt - CASE WHEN b.delay IS NULL THEN 1 ELSE 0 END,
         error = coalesce(b.error, r.error),
+        events = r.events + 1,
         deadline_at = NULL
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(delays)s::float8[], %(errors)s::text[])
          AS b (id, token, delay, error)
     WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = b.id AND r.token = b.token AND r.state <> 'pending'
-    RETURNING r.id, r.action_id, r.priority, r.run_at
+    RETURNING {stream.KEPT}, r.action_id, r.priority, r.attempt + (b.delay IS NULL)::int AS ran, b.error AS why
+), written AS (
+    {stream.write_down("back")}
+), noted AS (
+    {noted("back", "'pending'")}
 ), told AS (
     {tell("back")}
 )
@@ -111,6 +120,14 @@ WHERE EXISTS (SELECT FROM {schema}.finished_runs AS f WHERE f.id = w.id AND f.to
    OR (%(returned)s AND EXISTS (
        SELECT FROM {schema}.runs AS r WHERE r.id = w.id AND r.token = w.token AND r.state = 'pending'
    ))
+"""
+
+# Of which of these it was we who wrote the events, in a statement whose answer was lost: nobody else has the token.
+SAID_BEFORE = """
+SELECT r.id
+FROM {schema}.runs AS r
+JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[], %(counts)s::int[]) AS w (id, token, events) USING (id, token, events)
+WHERE r.id = ANY (%(ids)s) AND r.state = 'running'
 """
 
 # KEY SHARE, because a takeover locks FOR UPDATE, which waits for it, and a checkpoint does not, which need not.
@@ -146,6 +163,7 @@ class Ledger:
     def __init__(
         self,
         database: Database,
+        relay: Relay,
         on_settled: Callable[[Sequence[Run[Any]]], None],
         on_fenced: Callable[[Run[Any]], None],
     ) -> None:
@@ -154,6 +172,7 @@ class Ledger:
         self.fenced: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self._database = database
+        self._relay = relay
         self._sql = database.namespace.sql
         self._settled = on_settled
         self._on_fenced = on_fenced
@@ -217,6 +236,7 @@ class Ledger:
         except Fenced:
             self.refuse(run, "commit")
             raise
+        self._relay.tell(CHANGED, [run.id])
 
     async def complete_in(self, session: AsyncSession, run: Run[Any]) -> None:
         """Complete a run in the transaction of its effects. Its events first: they must be there before its end."""
@@ -306,6 +326,9 @@ class Ledger:
             try:
                 async with self._lane.connection() as connection:
                     await write(connection, batch, again)
+                # A checkpoint is nothing that anybody follows.
+                if self._relay.wanted and write != self._keep:
+                    self._relay.tell(SAID if write == self._append else CHANGED, [item[0].id for item in batch])
             except (psycopg.Error, DatabaseAway) as error:
                 if not worth_repeating(error):
                     await self._isolate(batch, write, error)
@@ -340,11 +363,24 @@ class Ledger:
     # -- the statements -----------------------------------------------------------------------------------------------
 
     async def _append(
-        self, connection: Connection, batch: Sequence[tuple[Run[Any], stream.Event]], _again: bool
+        self, connection: Connection, batch: Sequence[tuple[Run[Any], stream.Event]], again: bool
     ) -> None:
-        stale = await stream.append(connection, self._database.namespace, [event for _, event in batch])
-        for run in {id(run): run for run, _ in batch if (run.id, run.token) in stale}.values():
+        said = Counter(run for run, _ in batch)
+        given = [event._replace(before=run.events) for run, event in batch]
+        stale = await stream.append(connection, self._database.namespace, given)
+        refused = [run for run in said if (run.id, run.token) in stale]
+        if again and refused:
+            values = {
+                "ids": [run.id for run in refused],
+                "tokens": [run.token for run in refused],
+                "counts": [run.events + said[run] for run in refused],
+            }
+            rows = await (await connection.execute(self._sql(SAID_BEFORE), values)).fetchall()
+            refused = [run for run in refused if (run.id,) not in rows]
+        for run in refused:
             self.refuse(run, "event")
+        for run, many in said.items():
+            run.events += many
 
     async def _keep(self, connection: Connection, batch: Sequence[Kept], _again: bool) -> None:
         # The last one of a run counts: a statement may touch a row only once.

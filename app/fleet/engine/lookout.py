@@ -35,6 +35,8 @@ from app.fleet.engine.run import Run
 from app.fleet.engine.synchronise import announce
 from app.fleet.errors import DatabaseError
 from app.fleet.service import Service, let_go, woken
+from app.fleet.stream.events import KEPT, write_down
+from app.fleet.stream.feed import noted
 from app.fleet.telemetry.logs import events
 
 EVERY = 2.0
@@ -98,12 +100,20 @@ WHERE s.action_ids = (SELECT action_ids FROM {schema}.standby WHERE instance_id 
 """
 
 # A claim of ours whose answer never came: nobody here runs it, so it goes back as if it had not been claimed.
-PUT_BACK = """
-UPDATE {schema}.runs AS r
-SET state = 'pending', attempt = attempt - 1, deadline_at = NULL
-FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS u (id, token)
-WHERE r.id = u.id AND r.token = u.token AND r.state = 'running'
-RETURNING r.action_id, r.priority, r.run_at
+PUT_BACK = f"""
+WITH back AS (
+    UPDATE {{schema}}.runs AS r
+    SET state = 'pending', attempt = r.attempt - 1, deadline_at = NULL, events = r.events + 1
+    FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS u (id, token)
+    WHERE r.id = u.id AND r.token = u.token AND r.state = 'running'
+    RETURNING {KEPT}, r.action_id, r.priority, r.attempt + 1 AS ran,
+              'the answer to its claim was lost on the way' AS why
+), written AS (
+    {write_down("back")}
+), noted AS (
+    {noted("back", "'pending'")}
+)
+SELECT action_id, priority, run_at FROM back
 """
 
 

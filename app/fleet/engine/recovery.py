@@ -23,8 +23,10 @@ from app.fleet.cluster.registry import Session
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import FACTOR
-from app.fleet.engine.ending import INSERT_FINISHED
+from app.fleet.engine.ending import INSERT_FINISHED, NOTE_ENDED
 from app.fleet.engine.telling import tell
+from app.fleet.stream.events import KEPT, write_down
+from app.fleet.stream.feed import noted
 
 DEATHS = 20
 # How long after its deadline a run is taken from an instance that still lives.
@@ -45,13 +47,19 @@ WITH lost AS MATERIALIZED (
               AS ended_by
 ), failed AS (
     {INSERT_FINISHED}
+), noted_failed AS (
+    {NOTE_ENDED}
 ), back AS (
     UPDATE {{schema}}.runs AS r
-    SET state = 'pending', deaths = r.deaths + 1, deadline_at = NULL,
+    SET state = 'pending', deaths = r.deaths + 1, deadline_at = NULL, events = r.events + 1,
         error = format('the instance %%s died while it ran it', r.instance)
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.deadly
-    RETURNING r.action_id, r.priority, r.run_at
+    RETURNING {KEPT}, r.action_id, r.priority, r.attempt AS ran, r.error AS why
+), written AS (
+    {write_down("back")}
+), noted AS (
+    {noted("back", "'pending'")}
 )
 {tell("back")}
 """
@@ -81,13 +89,19 @@ WITH lost AS MATERIALIZED (
     RETURNING r.*, 'failed' AS ended_as, NULL AS ended_with, l.why AS ended_by
 ), failed AS (
     {INSERT_FINISHED}
+), noted_failed AS (
+    {NOTE_ENDED}
 ), back AS (
     UPDATE {{schema}}.runs AS r
-    SET state = 'pending', error = l.why, deadline_at = NULL,
+    SET state = 'pending', error = l.why, deadline_at = NULL, events = r.events + 1,
         run_at = clock_timestamp() + make_interval(secs => {FACTOR} ^ least(r.attempt - r.deaths - 1, 9))
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.spent
-    RETURNING r.action_id, r.priority, r.run_at
+    RETURNING {KEPT}, r.action_id, r.priority, r.attempt AS ran, l.why
+), written AS (
+    {write_down("back")}
+), noted AS (
+    {noted("back", "'pending'")}
 )
 {tell("back")}
 """

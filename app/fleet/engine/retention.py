@@ -1,4 +1,4 @@
-"""Retention: runs that ended long enough ago are forgotten, with their events and their keys.
+"""Retention: runs that ended long enough ago are forgotten, with their events and their keys; and so is the feed.
 
 How long is the action's (`retention`), fixed for a run when it ends. The leader prunes, a batch at a time; a batch that
 takes longer than `LIMIT` is ended by the server and tried again at half the size; between two batches it rests for as
@@ -10,6 +10,7 @@ because `next_run_at` has moved past it.
 """
 
 import asyncio
+import itertools
 from contextlib import suppress
 from datetime import datetime
 
@@ -19,9 +20,12 @@ from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
 from app.fleet.errors import DatabaseError
 from app.fleet.service import Service, let_go
+from app.fleet.stream import feed
 from app.fleet.telemetry.logs import events
 
 EVERY = 10.0
+# The feed's turn is every sixth: its statements would be a good part of what an idle leader asks.
+FEED_TURNS = 6
 BATCH = 1000
 LIMIT = 2.0
 
@@ -68,11 +72,23 @@ class Retention(Service):
         await let_go(self._task)
 
     async def _prune_for_ever(self) -> None:
-        while True:
+        for turn in itertools.count(1):
             await asyncio.sleep(EVERY)
             if self._member.leading:
                 with suppress(psycopg.Error, DatabaseError):
                     await self.prune()
+                    if turn % FEED_TURNS == 0:
+                        await self.tidy_feed()
+
+    async def tidy_feed(self) -> None:
+        """Number what nobody has read, so that it is little when somebody does, and forget what is old."""
+        namespace = self._database.namespace
+        async with self._database.connection() as connection:
+            await feed.number(connection, namespace)
+        more = True
+        while more:
+            async with self._database.autocommit() as connection:
+                more = await feed.forget(connection, namespace, BATCH) == BATCH
 
     async def prune(self) -> int:
         """Forget everything that may be forgotten now; return how many runs that were."""

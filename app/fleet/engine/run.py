@@ -19,7 +19,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast, get_args
 
 import pydantic_core
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -27,6 +27,7 @@ from sqlalchemy.orm import Session
 from typing_extensions import TypeVar
 
 from app.fleet.errors import EngineError, NotJson
+from app.fleet.stream.events import LOG, PROGRESS, RESERVED
 
 if TYPE_CHECKING:
     from app.fleet.engine.actions import Action
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 P = TypeVar("P", default=dict[str, Any])
 Answer = TypeVar("Answer")
 UNREAD: Any = object()
+Level = Literal["debug", "info", "warning", "error"]
 KIND_MOST = 100
 # What one event or checkpoint may have; a stream is no place for files.
 EVENT_MOST = 65_536
@@ -48,8 +50,8 @@ class Run(Generic[P]):
     # fmt: off
     __slots__ = (
         "_action", "_ledger", "_payload", "_payload_text", "_state", "_state_text", "action_id", "attempt", "blocked",
-        "committed", "committing", "deadline", "ending", "id", "limited", "max_attempts", "priority", "result", "said",
-        "scheduled_for", "task", "token", "tries", "trigger",
+        "committed", "committing", "deadline", "ending", "events", "id", "limited", "max_attempts", "priority",
+        "result", "said", "scheduled_for", "task", "token", "tries", "trigger",
     )
     # fmt: on
 
@@ -57,14 +59,14 @@ class Run(Generic[P]):
         self,
         action: "Action[P]",
         ledger: "Ledger",
-        row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None],
+        row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None, int],
     ) -> None:
         """`row` is what a claim returns (`claim.py`)."""
         self._action = action
         self._ledger = ledger
         (
             self.id, self.action_id, self.token, self.attempt, deaths, self.max_attempts, self.priority, self.trigger,
-            self.scheduled_for, self._payload_text, self._state_text,
+            self.scheduled_for, self._payload_text, self._state_text, self.events,
         ) = row  # fmt: skip
         # What counts against its retries: attempts that the death of an instance ended do not.
         self.tries = self.attempt - deaths
@@ -72,7 +74,7 @@ class Run(Generic[P]):
         self._state: Any = UNREAD
         self.result: Any = None
         self.committing = self.committed = False
-        # Events that are not written yet.
+        # Events that are not written yet; `events` is how many are, its changes of state among them.
         self.said = 0
         # Why its task was cancelled, if it was; set by the executor.
         self.ending: str | None = None
@@ -125,13 +127,24 @@ class Run(Generic[P]):
         """Say that something happened."""
         if not 0 < len(kind) <= KIND_MOST or not kind.isprintable():
             raise EngineError(f"the kind of an event is a printable word of at most {KIND_MOST} letters")
-        await self._ledger.emit(self, kind, None if data is None else as_json(data, "the event", EVENT_MOST))
+        if kind in RESERVED:
+            raise EngineError(f"the kinds {' and '.join(RESERVED)} have a meaning already: choose another word")
+        await self._say(kind, data)
+
+    async def log(self, text: str, level: Level = "info") -> None:
+        """Say it to those who follow the run."""
+        if level not in get_args(Level):
+            raise EngineError(f"a level is one of {', '.join(get_args(Level))}, and not {level!r}")
+        await self._say(LOG, {"level": level, "text": text})
 
     async def progress(self, done: float, text: str | None = None) -> None:
         """Say how far it is, from 0 to 1."""
         if not 0 <= done <= 1:
             raise EngineError(f"progress is from 0 to 1, and not {done!r}")
-        await self.emit("progress", {"done": done, "text": text})
+        await self._say(PROGRESS, {"done": done, "text": text})
+
+    async def _say(self, kind: str, data: Any) -> None:
+        await self._ledger.emit(self, kind, None if data is None else as_json(data, "the event", EVENT_MOST))
 
     @asynccontextmanager
     async def commit(self, result: Any = None) -> AsyncIterator[AsyncSession]:
@@ -165,6 +178,9 @@ class Blocking:
 
     def progress(self, done: float, text: str | None = None) -> None:
         self._wait(self._run.progress(done, text))
+
+    def log(self, text: str, level: Level = "info") -> None:
+        self._wait(self._run.log(text, level))
 
     def commit(self, effects: Callable[[Session], Answer], result: Any = None) -> Answer:
         """Have `effects` done and the run completed in one transaction; it is given an SQLAlchemy session."""

@@ -13,9 +13,11 @@ from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine.ending import INSERT_FINISHED
+from app.fleet.engine.ending import INSERT_FINISHED, NOTE_ENDED
 from app.fleet.engine.telling import tell
 from app.fleet.errors import RunNotReady, RunUnknown
+from app.fleet.stream.events import write_down_end
+from app.fleet.stream.feed import noted
 
 State = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 Trigger = Literal["schedule", "api", "code"]
@@ -70,6 +72,8 @@ WITH gone AS (
     DELETE FROM {{schema}}.runs
     WHERE id = %(id)s AND state = 'pending'
     RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, while it waited' AS ended_by
+), noted AS (
+    {NOTE_ENDED}
 )
 {INSERT_FINISHED}RETURNING id
 """
@@ -92,9 +96,13 @@ WITH back AS (
         checkpoint, progress, error, events, created_at
     )
     SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
-           payload, checkpoint, progress, error, events, created_at
+           payload, checkpoint, progress, error, events + 1, created_at
     FROM back
-    RETURNING action_id, priority, run_at
+    RETURNING id, action_id, priority, run_at, events, attempt, instance
+), written AS (
+    {write_down_end("back")}
+), noted AS (
+    {noted("added", "'pending'")}
 )
 {tell("added")}
 """

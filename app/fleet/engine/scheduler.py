@@ -43,6 +43,7 @@ from app.fleet.engine.telling import tell
 from app.fleet.errors import DatabaseError
 from app.fleet.phase import Course
 from app.fleet.service import Service, let_go, woken
+from app.fleet.stream.feed import noted
 from app.fleet.telemetry.logs import events
 
 BACK_UP = 1.0
@@ -101,7 +102,9 @@ WITH slots AS MATERIALIZED (
     FROM new AS n
     JOIN slots AS s ON s.action_id = n.action_id AND s.key = n.key
     JOIN {{schema}}.actions AS a ON a.id = s.action_id
-    RETURNING action_id, priority, run_at
+    RETURNING id, action_id, priority, run_at, events, attempt, instance
+), noted AS (
+    {noted("added", "'pending'")}
 ), told AS (
     {tell("added")}
 )

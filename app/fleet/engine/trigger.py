@@ -31,6 +31,8 @@ from app.fleet.engine.actions import PRIORITIES, Action, Catalogue
 from app.fleet.engine.runs import RunRecord, Trigger
 from app.fleet.engine.telling import tell
 from app.fleet.errors import AlreadyActive, EngineError, FleetError, KeyInFlight, KeyReused
+from app.fleet.stream.feed import noted
+from app.fleet.stream.hub import Hub
 
 KEY_MOST = 200
 # What PostgreSQL and Python can both say, in any time zone.
@@ -51,7 +53,9 @@ WITH added AS (
                 %(max_attempts)s::int[], %(payloads)s::text[])
          WITH ORDINALITY AS o ({columns}action_id, priority, run_at, max_attempts, payload, place)
     ORDER BY place
-    RETURNING id, run_at, created_at, action_id, priority
+    RETURNING id, run_at, created_at, action_id, priority, events, attempt, instance
+), noted AS (
+    {noted("added", "'pending'")}
 ), told AS (
     {tell("added")}
 )
@@ -128,9 +132,10 @@ class Triggered:
 class Triggers:
     """Triggers for one service: its actions, its namespace, its pool."""
 
-    def __init__(self, database: Database, catalogue: Catalogue) -> None:
+    def __init__(self, database: Database, catalogue: Catalogue, hub: Hub) -> None:
         self.catalogue = catalogue
         self.database = database
+        self.hub = hub
 
     async def trigger(
         self, orders: Sequence[Order], place: Place | None = None, *, by: Trigger = "code"

@@ -56,6 +56,7 @@ def needs(scope: Scope | None = None) -> Callable[..., Awaitable[None]]:
         key: Annotated[str | None, Depends(header)] = None,
     ) -> None:
         needed: Scope = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
+        request.state.key = None
         if not context.settings.api_keys:
             return
         given = token.credentials if token else key
@@ -72,5 +73,12 @@ def needs(scope: Scope | None = None) -> Callable[..., Awaitable[None]]:
             )
         if RANK[granted] < RANK[needed]:
             raise Forbidden(f"this needs an API key with the scope {needed!r}, and yours has {granted!r}")
+        request.state.key = digest(given)
 
     return authorise
+
+
+def key_of(request: Request) -> str | None:
+    """Return what tells the keys of requests apart; None where there are no keys."""
+    key: str | None = request.state.key
+    return key

@@ -1,5 +1,6 @@
 """What a request can reach: the settings, and the services once they have started."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from app.fleet.http.problems import Unavailable
 from app.fleet.http.readiness import Readiness
 from app.fleet.phase import Course
 from app.fleet.settings import FleetSettings
+from app.fleet.stream.stream import Stream
 
 
 @dataclass
@@ -21,16 +23,19 @@ class Context:
     version: str
     course: Course = field(default_factory=Course)
     in_flight: int = 0
+    # How many streams are open, by the key that opened them.
+    open_streams: Counter[str | None] = field(default_factory=Counter)
     # Why the start was refused, if it was.
     refused: FleetError | None = None
     shutdown_seconds: dict[str, float] = field(default_factory=dict)
     _database: Database | None = None
     _member: Member | None = None
     _engine: Engine | None = None
+    _stream: Stream | None = None
     _readiness: Readiness | None = None
 
-    def started(self, database: Database, member: Member, engine: Engine) -> None:
-        self._database, self._member, self._engine = database, member, engine
+    def started(self, database: Database, member: Member, stream: Stream, engine: Engine) -> None:
+        self._database, self._member, self._stream, self._engine = database, member, stream, engine
         self._readiness = Readiness(database, member)
 
     @property
@@ -54,6 +59,12 @@ class Context:
         if self._engine is None:
             raise Unavailable("this instance is still starting")
         return self._engine
+
+    @property
+    def stream(self) -> Stream:
+        if self._stream is None:
+            raise Unavailable("this instance is still starting")
+        return self._stream
 
     @property
     def readiness(self) -> Readiness:

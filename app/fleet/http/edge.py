@@ -10,7 +10,8 @@ Pure ASGI, and one object for all of it, because each thing it does needs the sa
 - while draining, `Connection: close` on every response, so that clients go elsewhere by themselves;
 - while draining, the clean end of every Server-Sent Events stream: its generator is told that the client left, and
   the client gets a last `retry:` with jitter and a proper end, which makes it reconnect, to another instance. Other
-  responses, a long download for one, are left to finish.
+  responses, a long download for one, are left to finish;
+- a stream of events whose client reads nothing is cut: it would be kept in memory, and hold a drain up.
 
 A start-up that was refused says why in one line, instead of a traceback (see `_lifespan`).
 """
@@ -21,6 +22,7 @@ import re
 import uuid
 from collections.abc import Awaitable
 
+import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +38,9 @@ log = events(__name__)
 
 SENSIBLE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 RETRY_MS = (500, 3000)
+# How long a stream's client may read nothing, and how long while draining.
+STALLED = 30.0
+STALLED_DRAINING = 1.0
 SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -91,6 +96,7 @@ class Exchange:
         self._streams_events = False
         self._started = False
         self._ended = False
+        self._listening: asyncio.Timeout | None = None
 
     async def run(self) -> None:
         context = self._context
@@ -100,7 +106,11 @@ class Exchange:
         context.in_flight += 1
         try:
             self._check_declared_length()
-            await self._app(self._scope, self.receive, self.send)
+            try:
+                await self._app(self._scope, self.receive, self.send)
+            except ExceptionGroup as errors:
+                if not (self._streams_events and was_let_go(errors)):
+                    raise
             if self._streams_events and not self._ended:
                 await self._end_stream()
         except HttpError as error:
@@ -133,17 +143,24 @@ class Exchange:
 
     async def _disconnect_or_drain(self) -> Message:
         """Wait for the client to leave; for a stream of events, a drain looks the same."""
-        draining = self._context.course.draining
-        leaving = asyncio.ensure_future(self._receive())
-        flagged = asyncio.ensure_future(draining.wait())
+        at_drain = self._context.course.at_drain
+        self._listening = asyncio.timeout(None)
+        at_drain.add(self._let_go)
         try:
-            await asyncio.wait((leaving, flagged), return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done() or not self._streams_events:
-                return await leaving
+            async with self._listening:
+                self._let_go()
+                return await self._receive()
+        except TimeoutError:
             return {"type": "http.disconnect"}
         finally:
-            for waiting in (leaving, flagged):
-                waiting.cancel()
+            self._listening = None
+            at_drain.discard(self._let_go)
+
+    def _let_go(self) -> None:
+        """Called whenever it may have become true that this is a stream and this instance drains."""
+        listening, draining = self._listening, self._context.course.phase is Phase.DRAINING
+        if self._streams_events and draining and listening is not None and listening.when() is None:
+            listening.reschedule(asyncio.get_running_loop().time())
 
     def _check_declared_length(self) -> None:
         declared = Headers(scope=self._scope).get("content-length", "")
@@ -164,9 +181,24 @@ class Exchange:
         if message["type"] == "http.response.start":
             self._started = True
             self._dress(MutableHeaders(scope=message))
+            self._let_go()
         elif message["type"] == "http.response.body":
             self._ended = not message.get("more_body", False)
-        await self._send(message)
+        if self._streams_events:
+            await self._send_or_cut(message)
+        else:
+            await self._send(message)
+
+    async def _send_or_cut(self, message: Message) -> None:
+        patience = STALLED_DRAINING if self._context.course.draining.is_set() else STALLED
+        try:
+            async with asyncio.timeout(patience):
+                await self._send(message)
+        except TimeoutError:
+            log.info("stream.cut", path=self._scope["path"], seconds=patience)
+            if cut(self._send):
+                # Until the server knows; what follows is sent nowhere, and the application hears that the client left.
+                await self._receive()
 
     def _dress(self, headers: MutableHeaders) -> None:
         headers["x-request-id"] = self._id
@@ -181,6 +213,19 @@ class Exchange:
     def _end_stream(self) -> Awaitable[None]:
         retry = random.randint(*RETRY_MS)
         return self.send({"type": "http.response.body", "body": b"retry: %d\n\n" % retry, "more_body": False})
+
+
+def was_let_go(errors: "ExceptionGroup[Exception]") -> bool:
+    """Whether this is what the framework makes of a stream that was let go while it had more to say."""
+    return errors.split((anyio.BrokenResourceError, anyio.ClosedResourceError))[1] is None
+
+
+def cut(send: Send) -> bool:
+    """End a connection at once, if we can. ASGI has no word for that; the object whose method `send` is, has."""
+    abort = getattr(getattr(getattr(send, "__self__", None), "transport", None), "abort", None)
+    if abort is not None:
+        abort()
+    return abort is not None
 
 
 def sensible_id(given: str | None) -> str:

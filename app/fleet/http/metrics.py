@@ -52,6 +52,10 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_runs_oldest_wait_seconds": context.engine.lookout.oldest_wait,
         "flotilla_slots_scheduled_total": context.engine.scheduler.scheduled,
         "flotilla_runs_pruned_total": context.engine.retention.pruned,
+        "flotilla_streams": context.open_streams.total(),
+        "flotilla_streams_followed_runs": context.stream.hub.followed,
+        "flotilla_streams_reads_total": context.stream.hub.reads,
+        "flotilla_streams_notifications_total": context.stream.relay.sent,
         "flotilla_requests_in_flight": context.in_flight,
         "flotilla_shutdown_step_seconds": {(step,): seconds for step, seconds in context.shutdown_seconds.items()},
     }

@@ -25,6 +25,8 @@ from app.fleet.errors import (
     ActionUnknown,
     AlreadyActive,
     EngineError,
+    EventUnknown,
+    FeedOff,
     FleetError,
     KeyInFlight,
     KeyReused,
@@ -220,6 +222,8 @@ async def on_invalid(request: Request, error: Exception) -> Problem:
 OF_ENGINE: dict[type[EngineError], str] = {
     ActionUnknown: "not-found",
     RunUnknown: "not-found",
+    EventUnknown: "bad-request",
+    FeedOff: "not-found",
     AlreadyActive: "conflict",
     RunNotReady: "conflict",
     KeyInFlight: "key-in-flight",

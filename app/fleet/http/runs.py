@@ -36,6 +36,7 @@ from app.fleet.http.orders import (
     records,
 )
 from app.fleet.http.problems import HttpError
+from app.fleet.stream.relay import CHANGED
 
 router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
 
@@ -114,7 +115,9 @@ async def cancel_run(run_id: RunId, context: InContext) -> Response:
     """Cancel a run: at once if it waits; if it runs, as soon as its instance, wherever that is, has heard of it."""
     number = number_of(run_id)
     async with context.database.connection() as connection:
-        return answer(RUN, await runs.cancel(connection, context.database.namespace, number))
+        cancelled = await runs.cancel(connection, context.database.namespace, number)
+    context.stream.relay.tell(CHANGED, [number])
+    return answer(RUN, cancelled)
 
 
 @router.post("/runs/{id}/retry", response_model=RunRecord)

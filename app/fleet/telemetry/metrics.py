@@ -48,6 +48,10 @@ DEFINITIONS = (
     Definition("flotilla_runs_oldest_wait_seconds", "gauge", "How long the run that waits longest has been due"),
     Definition("flotilla_slots_scheduled_total", "counter", "Slots this instance made runs of"),
     Definition("flotilla_runs_pruned_total", "counter", "Runs this instance forgot, as their retention says"),
+    Definition("flotilla_streams", "gauge", "Streams of events that are open"),
+    Definition("flotilla_streams_followed_runs", "gauge", "Runs that somebody follows at this instance"),
+    Definition("flotilla_streams_reads_total", "counter", "Reads for all who follow something here"),
+    Definition("flotilla_streams_notifications_total", "counter", "Notifications sent for those who follow, anywhere"),
     Definition("flotilla_requests_in_flight", "gauge", "HTTP requests being answered, streams included"),
     Definition("flotilla_shutdown_step_seconds", "gauge", "How long a step of the shutdown took", ("step",)),
 )

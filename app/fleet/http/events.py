@@ -1,0 +1,258 @@
+"""Events as streams: what becomes of a run, and every change of state in the cluster.
+
+    id: 3
+    event: progress
+    data: {"run":17,"seq":3,"kind":"progress","data":{"done":0.5,"text":null},"at":"…"}
+
+A run's stream begins with its first event, or after `Last-Event-ID` (or `?after=`, for a browser's EventSource, which
+sends the header only when it comes back by itself), goes on live, and ends with `done`. The id is the
+event's number, so any instance can go on where another stopped. `done` has none: it is no event of the run, and who
+reconnects after it is told the same again.
+
+The feed begins now, or after `Last-Event-ID`. Its ids number all changes of the cluster; who wants only some of them is
+given the id of what was left out with every heartbeat, so that coming back does not mean reading all of it again. Who
+comes back too late is told so by `missed`.
+
+A stream ends early in these cases, each time with a `retry:` that spreads clients out, so that they come back, to any
+instance, and miss nothing: the instance drains (the edge does that), the stream is old (`STREAM_AGE`), the client takes
+less than what comes. One that takes nothing at all is cut (the edge does that, too).
+
+How many streams there may be at once, on an instance and for a key, is limited: each is a connection that stays.
+"""
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Annotated, Any
+
+import pydantic_core
+from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from starlette.responses import StreamingResponse
+
+from app.fleet.engine import overview
+from app.fleet.http.auth import key_of, needs
+from app.fleet.http.context import Context, InContext
+from app.fleet.http.edge import RETRY_MS
+from app.fleet.http.problems import HttpError, Unavailable
+from app.fleet.http.runs import RunId, number_of, states_of
+from app.fleet.stream.channel import Following
+from app.fleet.stream.events import DONE, STATE, Written
+from app.fleet.stream.feed import Batch
+from app.fleet.stream.hub import Hub
+
+router = APIRouter(tags=["events"], dependencies=[Depends(needs())])
+
+COME_BACK = 5
+# No two streams end of old age in the same moment.
+AGES = (0.8, 1.2)
+# A stream in which nothing happens says so, to everything between it and its client.
+HEARTBEAT = 15.0
+MISSED = "missed"
+PIECE = 32_768
+
+STREAM: dict[str, Any] = {
+    "response_class": StreamingResponse,
+    "responses": {200: {"description": "Server-Sent Events", "content": {EventSourceResponse.media_type: {}}}},
+}
+ID = "The id of the last event seen"
+
+
+def last_seen(
+    last: Annotated[str | None, Header(alias="Last-Event-ID", description=ID)] = None,
+    after: Annotated[str | None, Query(description=f"{ID}, for who cannot send the header, which goes first")] = None,
+) -> str | None:
+    return last or after
+
+
+LastSeen = Annotated[str | None, Depends(last_seen)]
+
+
+async def place(request: Request, context: InContext) -> AsyncIterator[None]:
+    """Take one of the places for streams, or refuse."""
+    settings, taken, key = context.settings, context.open_streams, key_of(request)
+    if taken.total() >= settings.streams:
+        raise full(f"this instance has {settings.streams} streams open, which is as many as it may have")
+    if key is not None and taken[key] >= settings.streams_per_key:
+        raise full(f"this API key has {settings.streams_per_key} streams open here, which is as many as it may have")
+    taken[key] += 1
+    try:
+        yield
+    finally:
+        taken[key] -= 1
+        if not taken[key]:
+            del taken[key]
+
+
+class EventStream(EventSourceResponse):
+    """The framework's, written to directly: a generator of the framework's own costs two tasks more for each client."""
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers={"x-accel-buffering": "no"})
+
+
+class Age:
+    """How long a stream may still go on."""
+
+    def __init__(self, context: Context) -> None:
+        self.now = asyncio.get_running_loop().time
+        self._until = self.now() + context.settings.stream_age * random.uniform(*AGES)
+
+    @property
+    def left(self) -> float:
+        return self._until - self.now()
+
+
+# -- a run's ----------------------------------------------------------------------------------------------------------
+
+
+async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> AsyncIterator[Following[Written]]:
+    async with context.stream.hub.follow(number_of(run_id), after_of(seen, digits=9) or 0) as follower:
+        yield follower
+
+
+@router.get("/runs/{id}/events", dependencies=[Depends(place)], **STREAM)
+async def follow_run(
+    follower: Annotated[Following[Written], Depends(run_follower)], context: InContext, run_id: RunId
+) -> EventStream:
+    """Follow a run: everything that became of it, then whatever becomes of it, until it ends."""
+    return EventStream(told(follower, number_of(run_id), Age(context)))
+
+
+async def told(follower: Following[Written], run_id: int, age: Age) -> AsyncIterator[bytes]:
+    while not follower.ended:
+        if age.left <= 0:
+            yield come_back("this stream is old")
+            return
+        events = await follower.more(min(age.left, HEARTBEAT))
+        if events:
+            for piece in in_pieces(in_words(event.seq, event.kind, event.as_json(run_id)) for event in events):
+                yield piece
+        elif not follower.ended:
+            yield KEEPALIVE_COMMENT
+        if follower.fell_behind:
+            yield come_back("you took less than what came")
+            return
+    if follower.forgotten:
+        yield come_back("the run was forgotten")
+    else:
+        yield in_words(None, DONE, as_json({"run": run_id}))
+
+
+# -- everybody's ------------------------------------------------------------------------------------------------------
+
+
+async def wanted_actions(
+    context: InContext,
+    action: Annotated[list[str] | None, Query(description="Of these actions only; may be repeated")] = None,
+) -> set[int]:
+    async with context.database.connection() as connection:
+        return {await overview.id_of(connection, context.database.namespace, name) for name in action or ()}
+
+
+def wanted_states(
+    state: Annotated[list[str] | None, Query(description="One or more, repeated or with commas between")] = None,
+) -> set[str]:
+    return set(states_of(state or ()))
+
+
+async def feed_follower(context: InContext, seen: LastSeen) -> AsyncIterator[Following[Batch]]:
+    async with context.stream.hub.follow_feed(after_of(seen, digits=18)) as follower:
+        yield follower
+
+
+@router.get("/events", dependencies=[Depends(place)], **STREAM)
+async def follow_feed(
+    actions: Annotated[set[int], Depends(wanted_actions)],
+    states: Annotated[set[str], Depends(wanted_states)],
+    follower: Annotated[Following[Batch], Depends(feed_follower)],
+    context: InContext,
+) -> EventStream:
+    """Follow the cluster: every change of state of every run, from now on."""
+    return EventStream(told_of_all(follower, Wanted(actions, states, context.stream.hub), Age(context)))
+
+
+class Wanted:
+    """What somebody wants of the feed."""
+
+    def __init__(self, actions: set[int], states: set[str], hub: Hub) -> None:
+        self._actions = actions
+        self._states = states
+        self._hub = hub
+
+    def of(self, batch: Batch, after: int) -> Iterator[bytes]:
+        if self._states and batch.state not in self._states:
+            return
+        for change in batch.after(after):
+            if not self._actions or change.action_id in self._actions:
+                yield in_words(change.number, STATE, change.as_json(self._hub.names))
+
+
+async def told_of_all(follower: Following[Batch], wanted: Wanted, age: Age) -> AsyncIterator[bytes]:
+    # Who has only just come has a number to come back with.
+    yield up_to(follower.seq)
+    spoke = age.now()
+    while age.left > 0:
+        seen = follower.seq
+        for batch in await follower.more(min(age.left, HEARTBEAT)):
+            if batch.first > seen + 1:
+                missed = {"after": seen, "until": batch.first - 1}
+                yield in_words(batch.first - 1, MISSED, as_json(missed))
+            for piece in in_pieces(wanted.of(batch, seen)):
+                yield piece
+                spoke = age.now()
+            seen = batch.seq
+        if follower.fell_behind:
+            yield come_back("you took less than what came")
+            return
+        if age.now() - spoke >= HEARTBEAT:
+            yield up_to(follower.seq)
+            spoke = age.now()
+    yield come_back("this stream is old")
+
+
+# -- the wire ---------------------------------------------------------------------------------------------------------
+
+
+def in_words(number: int | None, kind: str, data: str) -> bytes:
+    return format_sse_event(data_str=data, event=kind, id=None if number is None else str(number))
+
+
+def in_pieces(words: Iterable[bytes]) -> Iterator[bytes]:
+    """Many at once where they are small; and never so much that a client that does not read would be kept in memory."""
+    piece: list[bytes] = []
+    size = 0
+    for word in words:
+        piece.append(word)
+        size += len(word)
+        if size >= PIECE:
+            yield b"".join(piece)
+            piece, size = [], 0
+    if piece:
+        yield b"".join(piece)
+
+
+def up_to(number: int) -> bytes:
+    """Nothing, and the number to come back with."""
+    return format_sse_event(id=str(number), comment="up to here")
+
+
+def come_back(why: str) -> bytes:
+    return format_sse_event(comment=f"{why}: come back", retry=random.randint(*RETRY_MS))
+
+
+def as_json(value: object) -> str:
+    return pydantic_core.to_json(value).decode()
+
+
+def after_of(seen: str | None, digits: int) -> int | None:
+    if not seen:
+        return None
+    if not re.fullmatch(rf"[0-9]{{1,{digits}}}", seen):
+        raise HttpError("`Last-Event-ID`, or `after`, is the id of the last event you have seen, a whole number")
+    return int(seen)
+
+
+def full(why: str) -> Unavailable:
+    return Unavailable(f"{why}: try again shortly, or at another instance", retry_after=COME_BACK)

@@ -1,0 +1,188 @@
+"""The feed: every change of state of every run, numbered in one order that is the same for everyone.
+
+Each statement that changes the state of runs adds one row for all of them (`noted`), in its own transaction. What such
+a row costs is little, and nobody waits for anybody: it has no number yet. Transactions commit in another order than
+they began in, so a number drawn at the insert would be skipped by a reader who has already seen a higher one. Numbers
+are given afterwards, by whoever reads the feed, to the rows that are there by then, one reader at a time (`number`). A
+row that becomes visible later gets a later number, and whoever has seen number n has seen all there is up to n.
+
+A change of a run that follows another is in a transaction that began after the other's commit, so the order of rows
+(`id`) among those that are numbered together has it later too.
+
+    failure                                    what happens
+    the reader dies before its commit          nothing is numbered, and the next reader does it
+    it freezes in between, holding the lock    the server ends its session after `PATIENCE`; others wait for that long
+    nobody reads                               the leader numbers what is there now and then (`engine/retention.py`)
+
+Rows are kept for `FEED_RETENTION`, and forgotten then; who comes with an older number is told what they missed. What is
+not in the feed: what runs say (`events.py`), and why they ended.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+import pydantic_core
+
+from app.fleet.db.namespace import Lock, Namespace
+from app.fleet.db.pool import Connection
+from app.fleet.stream.events import STATE
+
+# How many rows are numbered, and read, at once.
+AT_ONCE = 1000
+PAGE = 50
+PATIENCE = 5.0
+
+
+def noted(changed: str, state: str = "state", seq: str = "events") -> str:
+    """Return the statement that adds the changed runs of a CTE: `id`, `action_id`, `attempt`, `instance`, and these."""
+    return f"""
+    INSERT INTO {{schema}}.feed (state, instance, many, runs, actions, seqs, attempts)
+    SELECT {state}, instance, count(*), array_agg(id), array_agg(action_id), array_agg({seq}), array_agg(attempt)
+    FROM {changed}
+    WHERE (SELECT kept > '0' FROM {{schema}}.feed_settings)
+    GROUP BY 1, 2
+    """
+
+
+# A number for each change; a row knows that of its first. The lock is taken by a statement before this one, so that
+# this one sees what the holder before us has committed.
+TURN = f"""
+SELECT set_config('idle_in_transaction_session_timeout', '{PATIENCE * 1000:.0f}', true),
+       pg_advisory_xact_lock({{class}}, {Lock.FEED.key(0)})
+"""
+LAST = "SELECT first + many - 1 FROM {schema}.feed WHERE first IS NOT NULL ORDER BY first DESC LIMIT 1"
+NUMBER = f"""
+WITH new AS MATERIALIZED (
+    SELECT id, coalesce(({LAST}), 0) + 1 + sum(many) OVER (ORDER BY id) - many AS first
+    FROM (SELECT id, many FROM {{schema}}.feed WHERE first IS NULL ORDER BY id LIMIT {AT_ONCE}) AS n
+)
+UPDATE {{schema}}.feed AS f SET first = n.first FROM new AS n WHERE f.id = n.id
+"""
+
+# From the row on that has the next number in it.
+READ = """
+SELECT first, at, state, instance, runs, actions, seqs, attempts
+FROM {schema}.feed
+WHERE first >= coalesce((SELECT max(first) FROM {schema}.feed WHERE first <= %(after)s + 1), 0)
+  AND first + many > %(after)s + 1
+ORDER BY first
+LIMIT %(most)s
+"""
+
+# The last row that has a number stays: the next number is known from it.
+FORGET = """
+DELETE FROM {schema}.feed
+WHERE id = ANY (ARRAY(
+    SELECT id
+    FROM {schema}.feed
+    WHERE id < coalesce((
+        SELECT id
+        FROM {schema}.feed
+        WHERE at >= statement_timestamp() - (SELECT kept FROM {schema}.feed_settings)
+        ORDER BY id
+        LIMIT 1
+    ), 9223372036854775807)
+    ORDER BY id
+    LIMIT %(batch)s
+))
+AND first IS DISTINCT FROM (SELECT max(first) FROM {schema}.feed)
+"""
+
+NAMES = "SELECT id, name FROM {schema}.actions"
+
+IS_KEPT = "SELECT kept > '0' FROM {schema}.feed_settings"
+KEEP = "UPDATE {schema}.feed_settings SET kept = %(kept)s WHERE kept IS DISTINCT FROM %(kept)s"
+
+
+class Change(NamedTuple):
+    """One run's change of state."""
+
+    number: int
+    run_id: int
+    action_id: int
+    # The number it has among the run's own events.
+    seq: int
+    state: str
+    attempt: int
+    instance: str | None
+    at: datetime
+
+    def as_json(self, names: Mapping[int, str]) -> str:
+        """Write it as an event of its run, with the action's name."""
+        told = {
+            "run": self.run_id,
+            "action": names.get(self.action_id),
+            "seq": self.seq,
+            "kind": STATE,
+            "data": {"state": self.state, "attempt": self.attempt, "instance": self.instance},
+            "at": self.at,
+        }
+        return pydantic_core.to_json(told).decode()
+
+
+class Batch(NamedTuple):
+    """What one statement changed."""
+
+    first: int
+    at: datetime
+    state: str
+    instance: str | None
+    runs: list[int]
+    actions: list[int]
+    seqs: list[int]
+    attempts: list[int]
+
+    @property
+    def seq(self) -> int:
+        """The number of its last change."""
+        return self.first + len(self.runs) - 1
+
+    @property
+    def weight(self) -> int:
+        return 40 * len(self.runs)
+
+    def after(self, number: int) -> list[Change]:
+        return [
+            Change(self.first + place, run_id, action_id, seq, self.state, attempt, self.instance, self.at)
+            for place, (run_id, action_id, seq, attempt) in enumerate(
+                zip(self.runs, self.actions, self.seqs, self.attempts, strict=True)
+            )
+            if self.first + place > number
+        ]
+
+
+async def number(connection: Connection, namespace: Namespace) -> int:
+    """Number what has no number yet, in the transaction of this connection; return the last number there is."""
+    await connection.execute(namespace.sql(TURN))
+    while True:
+        if (await connection.execute(namespace.sql(NUMBER))).rowcount < AT_ONCE:
+            break
+    row = await (await connection.execute(namespace.sql(LAST))).fetchone()
+    return row[0] if row else 0
+
+
+async def read(connection: Connection, namespace: Namespace, after: int, most: int = PAGE) -> Sequence[Batch]:
+    """Return what was numbered after that, in order."""
+    rows = await (await connection.execute(namespace.sql(READ), {"after": after, "most": most})).fetchall()
+    return [Batch(*row) for row in rows]
+
+
+async def names(connection: Connection, namespace: Namespace) -> dict[int, str]:
+    """Return the names of all actions there ever were."""
+    return dict(await (await connection.execute(namespace.sql(NAMES))).fetchall())
+
+
+async def is_kept(connection: Connection, namespace: Namespace) -> bool:
+    """Whether there is a feed at all."""
+    return (await (await connection.execute(namespace.sql(IS_KEPT))).fetchone()) == (True,)
+
+
+async def keep(connection: Connection, namespace: Namespace, kept: timedelta) -> None:
+    """Say how long changes are kept, by all instances; not at all switches the feed off."""
+    await connection.execute(namespace.sql(KEEP), {"kept": kept})
+
+
+async def forget(connection: Connection, namespace: Namespace, batch: int) -> int:
+    """Forget some of what was kept for long enough; return how many rows that were."""
+    return (await connection.execute(namespace.sql(FORGET), {"batch": batch})).rowcount

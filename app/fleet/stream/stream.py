@@ -1,0 +1,33 @@
+"""The stream of one instance: its relay, which tells, and its hub, which is told. Wired here, and nowhere else.
+
+said:17,18                      these runs said something; `*` is very many
+changed:17,18                   the state of these runs is another
+following:                      somebody follows, so it is worth telling
+"""
+
+from collections.abc import Sequence
+
+from app.fleet.cluster.member import Member
+from app.fleet.db.pool import Database
+from app.fleet.service import Service
+from app.fleet.stream.hub import Hub
+from app.fleet.stream.relay import CHANGED, FOLLOWING, SAID, Relay
+
+
+class Stream:
+    def __init__(self, database: Database, member: Member) -> None:
+        self.relay = Relay(database)
+        self.hub = Hub(database, self.relay)
+        member.on_notification(SAID, self.hub.runs_said)
+        member.on_notification(CHANGED, self.hub.runs_changed)
+        member.on_notification(FOLLOWING, lambda _: self.relay.heard_of_followers())
+        member.on_linked(self.hub.look_at_all)
+
+    @property
+    def services(self) -> Sequence[Service]:
+        """In the order in which they start."""
+        return (self.relay, self.hub)
+
+    async def stop(self) -> None:
+        for service in reversed(self.services):
+            await service.stop()

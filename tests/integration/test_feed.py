@@ -1,0 +1,204 @@
+"""The feed: every change of state, in one order for everyone, and none that is skipped because it came late."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from app.fleet.engine.trigger import Order, insert, prepare
+from app.fleet.http import events as http_events
+from app.fleet.stream import feed
+from app.fleet.stream.feed import Batch, Change
+from tests.integration.test_edge import is_problem
+from tests.support.runs import Desk, desk, soon
+from tests.support.streams import Message, messages
+from tests.support.table import NAMESPACE, Table, declare, table
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address) as own:
+        yield own
+
+
+async def changes(here: Desk | Table, after: int = 0) -> list[Change]:
+    """Number what is there, and read it."""
+    database = here.running.context.database if isinstance(here, Desk) else here.database
+    found: list[Change] = []
+    async with database.connection() as connection:
+        last = await feed.number(connection, NAMESPACE)
+        while batches := await feed.read(connection, NAMESPACE, after + len(found)):
+            found += [change for batch in batches for change in batch.after(after)]
+    assert [change.number for change in found] == list(range(after + 1, last + 1))
+    return found
+
+
+def states(found: list[Change], run_id: int) -> list[tuple[int, str, int]]:
+    return [(each.seq, each.state, each.attempt) for each in found if each.run_id == run_id]
+
+
+async def test_every_change_of_a_run_is_there_with_the_number_it_has_among_the_runs_own(here: Desk) -> None:
+    good, bad = await here.run("echo"), await here.run("fail")
+    await here.running.client.post("/actions/echo/pause")
+    waiting = await here.trigger("echo")
+    await here.running.client.post(f"/runs/{waiting}/cancel")
+    await here.running.client.post(f"/runs/{waiting}/retry")
+    found = await changes(here)
+    assert states(found, good.id) == [(1, "pending", 0), (2, "running", 1), (3, "succeeded", 1)]
+    assert [state for _, state, _ in states(found, bad.id)] == ["pending", "running"] * 3 + ["failed"]
+    assert states(found, waiting) == [(1, "pending", 0), (2, "cancelled", 0), (3, "pending", 0)]
+    assert {each.instance for each in found if each.state in {"running", "succeeded"}} == {good.instance}
+
+
+async def test_a_change_that_commits_late_is_not_skipped(address: str) -> None:
+    """Two transactions by hand: the one that began first, and has the lower id, commits last."""
+    async with table(address, declare()) as here:
+        order = prepare(here.catalogue, Order("tick"))
+        async with here.database.connection() as slow:
+            (early,) = await insert(slow, NAMESPACE, [order], "code")
+            (late,) = await here.trigger(Order("tick"))
+            # A reader comes in between.
+            seen = await changes(here)
+            assert [each.run_id for each in seen] == [late]
+        assert early.id < late
+        rest = await changes(here, after=seen[-1].number)
+        assert [each.run_id for each in rest] == [early.id], "its row is older, and its number is higher"
+        rows = await here.sql("SELECT id, first FROM feed ORDER BY id")
+        assert [first for _, first in rows] == [2, 1]
+
+
+async def test_numbers_are_given_by_one_reader_at_a_time(address: str) -> None:
+    """The second one sees a row that the first did not, and would give it the number that the first is giving."""
+    async with table(address, declare()) as here:
+        order = prepare(here.catalogue, Order("tick"))
+        async with here.database.connection() as first:
+            async with here.database.connection() as slow:
+                (early,) = await insert(slow, NAMESPACE, [order], "code")
+                (late,) = await here.trigger(Order("tick"))
+                assert await feed.number(first, NAMESPACE) == 1
+            second = asyncio.create_task(number_once(here))
+            await soon(lambda: here.sql("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"))
+        await second
+        assert [each.run_id for each in await changes(here)] == [late, early.id]
+
+
+async def number_once(here: Table) -> None:
+    async with here.database.connection() as connection:
+        await feed.number(connection, NAMESPACE)
+
+
+async def test_what_is_old_is_forgotten_and_numbers_go_on(address: str) -> None:
+    async with table(address, declare()) as here:
+        for _ in range(3):
+            await here.trigger(Order("tick"))
+        await changes(here)
+        await here.sql("UPDATE feed SET at = at - interval '11 minutes' RETURNING 1")
+        async with here.database.autocommit() as connection:
+            assert await feed.forget(connection, NAMESPACE, 100) == 2
+        await here.trigger(Order("tick"))
+        assert [each.number for each in await changes(here, after=2)] == [3, 4]
+
+
+async def test_switched_off_nothing_is_written(address: str) -> None:
+    async with desk(address, feed_retention=0) as here:
+        await here.run("echo")
+        assert await here.sql("SELECT * FROM feed") == []
+        is_problem(await here.running.client.get("/events"), "not-found")
+
+
+async def test_everyone_who_follows_is_told_the_same_whenever_they_came(here: Desk) -> None:
+    hub = here.running.context.stream.hub
+    await here.run("echo")
+    async with hub.follow_feed(0) as first, hub.follow_feed() as second:
+        run_ids = [(await here.run("echo")).id for _ in range(3)]
+        before = second.seq
+        everything, news = await collect(first, 0, 12), await collect(second, before, 9)
+        assert everything[3:] == news
+        assert {each.run_id for each in news} == set(run_ids)
+    async with hub.follow_feed(everything[4].number) as third:
+        assert await collect(third, everything[4].number, 7) == everything[5:]
+
+
+async def collect(following: Any, after: int, many: int) -> list[Change]:
+    found: list[Change] = []
+    while len(found) < many:
+        batches: list[Batch] = await following.more(10)
+        assert batches
+        for batch in batches:
+            found += batch.after(found[-1].number if found else after)
+    return found
+
+
+async def read(here: Desk, path: str = "/events", last: str = "0") -> list[Message]:
+    """Read until the stream is old, which is soon."""
+    answer = await here.running.client.get(path, headers={"Last-Event-ID": last})
+    assert answer.status_code == 200, answer.text
+    return [message for message in messages(answer.text.splitlines()) if message.retry is None]
+
+
+async def test_a_stream_has_what_was_asked_for_after_the_number_that_was_given(address: str) -> None:
+    async with desk(address, stream_age=0.3) as here:
+        run, other = await here.run("echo"), await here.run("fail")
+        everything = await read(here)
+        assert [message.id for message in everything] == [str(number) for number in range(1, len(everything) + 1)]
+        assert {message.event for message in everything} == {"state"}
+        first = everything[0].data
+        assert first | {"at": None} == {
+            "run": run.id,
+            "action": "echo",
+            "seq": 1,
+            "kind": "state",
+            "data": {"state": "pending", "attempt": 0, "instance": None},
+            "at": None,
+        }
+        assert await read(here, last="4") == everything[4:]
+        failed = await read(here, "/events?state=failed,cancelled")
+        assert [(each.data["run"], each.data["data"]["state"]) for each in failed] == [(other.id, "failed")]
+        echoes = await read(here, "/events?action=echo&action=noop")
+        assert [each.data["seq"] for each in echoes] == [1, 2, 3]
+        # Who wants nothing that there was is given a number to come back with.
+        answer = await here.running.client.get("/events?action=noop")
+        assert f"id: {len(everything)}\n" in answer.text
+
+
+async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) -> None:
+    async with desk(address, stream_age=0.3) as here:
+        for _ in range(3):
+            await here.run("noop")
+        assert len(await read(here)) == 9
+        await here.sql("DELETE FROM feed WHERE first < 6 RETURNING 1")
+        missed, *rest = await read(here, last="2")
+        assert (missed.event, missed.data) == ("missed", {"after": 2, "until": 5})
+        assert [each.id for each in rest] == ["6", "7", "8", "9"]
+
+
+async def test_who_hears_nothing_of_theirs_for_long_is_given_the_number_to_come_back_with(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_events, "HEARTBEAT", 0.1)
+    async with desk(address, stream_age=1.5) as here:
+        reading = asyncio.create_task(here.running.client.get("/events?action=echo"))
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.running.context.open_streams.total() == 1))
+        await here.run("noop")
+        answer = await reading
+        assert "event: " not in answer.text
+        assert "id: 3\n" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "last", "slug"),
+    [
+        ("/events", "first", "bad-request"),
+        ("/events", "99999", "bad-request"),
+        ("/events?action=nothing", None, "not-found"),
+        ("/events?state=lost", None, "invalid"),
+    ],
+)
+async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
+    here: Desk, path: str, last: str | None, slug: str
+) -> None:
+    headers = {} if last is None else {"Last-Event-ID": last}
+    is_problem(await here.running.client.get(path, headers=headers), slug)

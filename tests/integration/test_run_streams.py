@@ -1,0 +1,396 @@
+"""What becomes of a run is numbered without gaps, whichever way it goes, and everyone who asks is told the same."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from alembic import command
+from app.fleet.db import migrations
+from app.fleet.engine import recovery
+from app.fleet.engine.run import EVENT_MOST
+from app.fleet.engine.trigger import Order
+from app.fleet.http.events import Age
+from app.fleet.http.events import told as told_over_http
+from app.fleet.stream.channel import KEPT_WEIGHT
+from app.fleet.stream.events import HEAVY, Event, Written, append, read
+from app.fleet.stream.relay import SPACING
+from tests.integration.test_edge import is_problem
+from tests.support.runs import Desk, desk, soon
+from tests.support.streams import messages
+from tests.support.table import NAMESPACE, Table, declare, table
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address) as own:
+        yield own
+
+
+async def told(here: Desk | Table, run_id: int, after: int = 0) -> list[Written]:
+    database = here.running.context.database if isinstance(here, Desk) else here.database
+    async with database.connection() as connection:
+        events = await read(connection, NAMESPACE, run_id, after)
+    assert [event.seq for event in events] == list(range(after + 1, after + 1 + len(events)))
+    return events
+
+
+def states(events: list[Written]) -> list[tuple[str, int]]:
+    return [(event.data["state"], event.data["attempt"]) for event in events if event.kind == "state"]
+
+
+async def test_a_run_that_goes_well_is_made_begins_and_ends_and_none_of_it_is_written(here: Desk) -> None:
+    run = await here.run("echo", {"a": 1})
+    events = await told(here, run.id)
+    assert states(events) == [("pending", 0), ("running", 1), ("succeeded", 1)]
+    assert [event.at for event in events] == [run.created_at, run.started_at, run.finished_at]
+    assert events[1].data["instance"] == run.instance
+    assert events[2].data["result"] == {"a": 1}
+    assert await here.sql("SELECT * FROM run_events") == []
+
+
+async def test_each_attempt_of_a_run_that_fails_is_told_with_why(here: Desk) -> None:
+    run = await here.run("fail")
+    events = await told(here, run.id)
+    assert states(events) == [
+        ("pending", 0),
+        ("running", 1),
+        ("pending", 1),
+        ("running", 2),
+        ("pending", 2),
+        ("running", 3),
+        ("failed", 3),
+    ]
+    assert all("torn" in events[place].data["error"] for place in (2, 4, 6))
+    assert events[2].data["run_at"] is not None
+    assert [event.at for event in events] == sorted(event.at for event in events)
+
+
+async def test_a_run_that_is_tried_again_on_request_goes_on_counting(here: Desk) -> None:
+    run = await here.run("give-up")
+    before = await told(here, run.id)
+    await here.running.client.post(f"/runs/{run.id}/retry")
+    assert (await here.ended(run.id)).state == "failed"
+    after = await told(here, run.id)
+    assert after[: len(before)] == before
+    assert states(after[len(before) :]) == [("pending", 0), ("running", 1), ("failed", 1)]
+
+
+async def test_a_run_that_is_cancelled_while_it_waits_never_begins(here: Desk) -> None:
+    await here.running.client.post("/actions/echo/pause")
+    run_id = await here.trigger("echo")
+    await here.running.client.post(f"/runs/{run_id}/cancel")
+    assert states(await told(here, run_id)) == [("pending", 0), ("cancelled", 0)]
+
+
+async def test_what_it_says_stands_between_its_states(here: Desk) -> None:
+    run = await here.run("speak")
+    events = await told(here, run.id)
+    assert [event.kind for event in events] == ["state", "state", "log", "progress", "noted", "state"]
+    assert events[2].data == {"level": "info", "text": "hello"}
+    assert await told(here, run.id, after=3) == events[3:]
+
+
+async def test_a_death_is_told_and_the_dead_add_nothing(address: str) -> None:
+    async with table(address, declare()) as here:
+        (run_id,) = await here.trigger(Order("tick"))
+        one, two = await here.instance("one"), await here.instance("two")
+        ((_, token, _),) = await one.claim()
+        async with here.database.autocommit() as connection:
+            await append(connection, NAMESPACE, [Event(run_id, token, "before", None)])
+        await here.sql("UPDATE instances SET state = 'gone' WHERE name = 'one' RETURNING 1")
+        async with here.database.autocommit() as connection:
+            await recovery.sweep(connection, NAMESPACE)
+            late = Event(run_id, token, "late", None)
+            assert await append(connection, NAMESPACE, [late]) == {(run_id, token)}
+        await two.claim()
+        events = await told(here, run_id)
+        assert [event.kind for event in events] == ["state", "state", "before", "state", "state"]
+        assert states(events) == [("pending", 0), ("running", 1), ("pending", 1), ("running", 2)]
+        assert [event.data["instance"] for event in (events[1], events[3], events[4])] == ["one", "one", "two"]
+        assert "died" in events[3].data["error"]
+
+
+async def test_everyone_who_follows_is_told_the_same_and_the_database_is_asked_once(here: Desk) -> None:
+    hub = here.running.context.stream.hub
+    run_id = await here.trigger("chatter", {"count": 50, "pause": 0.02})
+    everything: list[list[Written]] = await asyncio.gather(*(collect(here, run_id) for _ in range(50)))
+    assert len(everything[0]) == 53
+    assert all(each == everything[0] for each in everything)
+    # One question for each who comes, and then one for all of them.
+    assert hub.reads < 50 + 120
+    assert hub.followed == 0
+
+
+async def collect(here: Desk, run_id: int, after: int = 0) -> list[Written]:
+    events: list[Written] = []
+    async with asyncio.timeout(60), here.running.context.stream.hub.follow(run_id, after) as following:
+        while not following.ended:
+            events += await following.more(10)
+    return events
+
+
+async def test_who_comes_when_somebody_follows_already_asks_nothing(here: Desk) -> None:
+    hub = here.running.context.stream.hub
+    run_id = await here.trigger("nap", {"seconds": 30})
+    async with hub.follow(run_id) as first:
+        while first.seq < 2:
+            await first.more()
+        page = hub._chapters
+        asked: list[dict[int, int]] = []
+
+        async def counted(wanted: dict[int, int]) -> Any:
+            asked.append(dict(wanted))
+            return await page(wanted)
+
+        hub._chapters = counted  # type: ignore[method-assign,assignment]
+        for after in (0, 1, 2):
+            async with hub.follow(run_id, after) as late:
+                known = await late.more(0.01)
+                assert [event.seq for event in known] == list(range(after + 1, 3))
+        # Those that the reader asks for all who follow.
+        assert all(wanted == {run_id: 2} for wanted in asked)
+    await here.running.client.post(f"/runs/{run_id}/cancel")
+
+
+async def test_who_comes_late_reads_from_the_database_what_is_not_kept_any_more(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
+    run_id = await here.trigger("chatter", {"count": 700, "pause": 0.0})
+    async with here.running.context.stream.hub.follow(run_id) as early:
+        while not early.ended:
+            await early.more()
+        assert [event.seq for event in await collect(here, run_id)] == list(range(1, 704))
+        assert [event.seq for event in await collect(here, run_id, 690)] == list(range(691, 704))
+
+
+async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_nothing(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
+    run_id = await here.trigger("chatter", {"count": 100, "pause": 0.01})
+    age = Age(here.running.context)
+    async with here.running.context.stream.hub.follow(run_id) as slow:
+        chunks = told_over_http(slow, run_id, age)
+        said = await anext(chunks)
+        while slow.seq < 2 or slow._was_up is False:
+            said += await anext(chunks)
+        await here.ended(run_id)
+        async with here.running.context.stream.hub.follow(run_id) as quick:
+            while not quick.ended:
+                await quick.more()
+        said += b"".join([chunk async for chunk in chunks])
+    assert said.rstrip().splitlines()[-1].startswith(b"retry: ")
+    assert b": you took less than what came: come back" in said
+    assert b"event: done" not in said
+    seen = int(said.split(b"id: ")[-1].split()[0])
+    rest = await here.running.client.get(f"/runs/{run_id}/events", headers={"Last-Event-ID": str(seen)})
+    assert [message.id for message in messages(rest.text.splitlines()) if message.id] == [
+        str(seq) for seq in range(seen + 1, 104)
+    ]
+
+
+async def test_heavy_events_are_read_a_few_at_a_time_and_not_kept(here: Desk) -> None:
+    run_id = await here.trigger("chatter", {"count": 60, "pause": 0.0, "padding": 60_000})
+    hub = here.running.context.stream.hub
+    async with hub.follow(run_id) as follower:
+        most = 0
+        while not follower.ended:
+            events = await follower.more()
+            most = max(most, sum(event.weight for event in events))
+            assert sum(event.weight for event in hub._runs[run_id].last) <= KEPT_WEIGHT + EVENT_MOST
+        assert follower.seq == 63
+    assert most <= KEPT_WEIGHT + EVENT_MOST
+    chapter = await hub._chapter(run_id, 0)
+    assert sum(event.weight for event in chapter.events) <= HEAVY + EVENT_MOST
+    assert chapter.total == 63
+    assert [event.seq for event in chapter.events] == list(range(1, len(chapter.events) + 1))
+
+
+async def test_who_catches_up_while_the_database_is_away_waits_for_it(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
+    run_id = await here.trigger("chatter", {"count": 100, "pause": 0.0})
+    hub = here.running.context.stream.hub
+    async with hub.follow(run_id) as early, hub.follow(run_id) as late:
+        while not early.ended:
+            await early.more()
+        genuine, away = hub._chapters, [True, True]
+
+        async def broken(*given: Any) -> Any:
+            if away:
+                away.pop()
+                raise psycopg.OperationalError("the connection broke")
+            return await genuine(*given)
+
+        monkeypatch.setattr(hub, "_chapters", broken)
+        said = b"".join([chunk async for chunk in told_over_http(late, run_id, Age(here.running.context))])
+    assert not away
+    ids = [message.id for message in messages(said.decode().splitlines()) if message.id]
+    assert ids == [str(seq) for seq in range(1, 104)]
+    assert said.endswith(b'event: done\ndata: {"run":%d}\n\n' % run_id)
+
+
+async def test_who_cannot_send_the_header_names_the_last_event_in_the_address(here: Desk) -> None:
+    run = await here.run("speak")
+    client, path = here.running.client, f"/runs/{run.id}/events?after=2"
+    answer = await client.get(path)
+    assert [message.id for message in messages(answer.text.splitlines()) if message.id] == ["3", "4", "5", "6"]
+    # A browser that comes back by itself sends the newer one.
+    answer = await client.get(path, headers={"Last-Event-ID": "4"})
+    assert [message.id for message in messages(answer.text.splitlines()) if message.id] == ["5", "6"]
+    is_problem(await client.get(f"/runs/{run.id}/events?after=x"), "bad-request")
+
+
+async def test_a_stream_that_is_old_ends_with_when_to_come_back(address: str) -> None:
+    async with desk(address, stream_age=0.2) as here:
+        run_id = await here.trigger("nap", {"seconds": 30})
+        answer = await here.running.client.get(f"/runs/{run_id}/events")
+        told = list(messages(answer.text.splitlines()))
+        assert [message.event for message in told] == ["state", "state", "message"][: len(told)]
+        assert told[-1].retry is not None
+        assert 500 <= told[-1].retry <= 3000
+        await here.running.client.post(f"/runs/{run_id}/cancel")
+
+
+async def test_a_run_that_is_forgotten_meanwhile_ends_its_streams(here: Desk) -> None:
+    await here.running.client.post("/actions/echo/pause")
+    run_id = await here.trigger("echo")
+    async with here.running.context.stream.hub.follow(run_id) as follower:
+        assert len(await follower.more()) == 1
+        await here.sql("DELETE FROM runs WHERE id = %s RETURNING 1", run_id)
+        assert await follower.more(20) == []
+        assert follower.forgotten
+
+
+async def test_nobody_is_notified_of_events_that_nobody_follows(here: Desk) -> None:
+    relay = here.running.context.stream.relay
+    await here.run("chatter", {"count": 20, "pause": 0.01})
+    assert relay.sent == 0
+    run_id = await here.trigger("chatter", {"count": 300, "pause": 0.001})
+    began = time.monotonic()
+    assert len(await collect(here, run_id)) == 303
+    assert 0 < relay.sent < (time.monotonic() - began) / SPACING + 5, "not one for each event"
+
+
+async def test_without_any_poll_everything_comes_with_the_notifications(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.stream.hub.POLL", 1e6)
+    async with desk(address) as here:
+        run_id = await here.trigger("fail")
+        assert states(await collect(here, run_id))[-1] == ("failed", 3)
+        run_id = await here.trigger("chatter", {"count": 20, "pause": 0.05})
+        assert len(await collect(here, run_id)) == 23
+
+
+async def test_without_any_notification_everything_comes_with_the_poll(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here.running.context.stream.relay, "tell", lambda *_: None)
+    monkeypatch.setattr(here.running.context.stream.hub, "look_at_actions", lambda _: None)
+    run_id = await here.trigger("nap", {"seconds": 0.3})
+    assert states(await collect(here, run_id))[-1] == ("succeeded", 1)
+
+
+async def test_a_code_that_waits_for_a_result_gets_it(here: Desk) -> None:
+    run = await here.run("ask-another", {"of": "echo"})
+    assert run.result == {"said": {"x": 1}}
+    run = await here.run("ask-another", {"of": "give-up"})
+    assert run.result is not None
+    assert re.fullmatch(r"RunFailed: run \d+ failed: .*there is no such parcel", run.result["failed"])
+    run = await here.run("ask-another", {"of": "chatter", "timeout": 0.05})
+    assert run.result == {"failed": "TimeoutError: "}
+
+
+@pytest.mark.parametrize(
+    ("path", "last", "slug"),
+    [
+        ("/runs/987654/events", None, "not-found"),
+        ("/runs/seventeen/events", None, "bad-request"),
+        ("/runs/{id}/events", "seven", "bad-request"),
+        ("/runs/{id}/events", "-1", "bad-request"),
+        ("/runs/{id}/events", "999", "bad-request"),
+    ],
+)
+async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
+    here: Desk, path: str, last: str | None, slug: str
+) -> None:
+    run = await here.run("noop")
+    headers = {} if last is None else {"Last-Event-ID": last}
+    is_problem(await here.running.client.get(path.format(id=run.id), headers=headers), slug)
+
+
+async def test_no_more_streams_than_there_are_places(address: str) -> None:
+    async with desk(address, streams=3) as here:
+        run_id = await here.trigger("nap", {"seconds": 1})
+        url = f"/runs/{run_id}/events"
+        streams = [asyncio.create_task(here.running.client.get(url)) for _ in range(3)]
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.running.context.open_streams.total() == 3))
+        refused = await here.running.client.get(url)
+        is_problem(refused, "unavailable")
+        assert int(refused.headers["retry-after"]) > 0
+        assert [answer.status_code for answer in await asyncio.gather(*streams)] == [200] * 3
+        assert (await here.running.client.get(url)).status_code == 200
+        assert here.running.context.open_streams.total() == 0
+
+
+async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: Desk) -> None:
+    run = await here.run("emit-badly")
+    assert run.state == "succeeded"
+    assert len(run.result) == 6
+    assert [event.kind for event in await told(here, run.id)] == ["state", "state", "still-here", "state"]
+
+
+async def test_events_of_runs_from_before_states_were_events_keep_their_order(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", address)
+    await asyncio.to_thread(command.upgrade, migrations.configuration(), "fleet@fleet_0002")
+    with psycopg.connect(address, autocommit=True) as session:
+        session.execute(BEFORE)
+    await asyncio.to_thread(command.upgrade, migrations.configuration(), "heads")
+    async with table(address, declare()) as here:
+        assert told_of(await told(here, 1)) == [(1, "pending")]
+        assert told_of(await told(here, 2)) == [(1, "pending"), (2, "running"), (3, "said"), (4, "said")]
+        assert told_of(await told(here, 3)) == [(1, "pending"), (2, "running"), (3, "said"), (4, "succeeded")]
+        assert told_of(await told(here, 4)) == [(1, "pending"), (2, "cancelled")]
+        # It failed once, and waits again: it goes on counting.
+        assert told_of(await told(here, 5)) == [(1, "pending"), (2, "running"), (3, "said")]
+        ((_, token, _),) = [run for run in await (await here.instance("one")).claim(2) if run.run_id == 5]
+        async with here.database.autocommit() as connection:
+            assert await append(connection, NAMESPACE, [Event(5, token, "said", None)]) == set()
+        assert told_of(await told(here, 5))[3:] == [(4, "running"), (5, "said")]
+
+
+# A run that waits, one that runs, one that succeeded, one that was cancelled before it began, one that waits again.
+BEFORE = """
+SET search_path TO flotilla;
+INSERT INTO actions (name, misfire, overlap, priority, max_attempts, retention)
+VALUES ('tick', 'once', 'allow', 0, 4, '1 day');
+INSERT INTO runs (action_id, state, priority, run_at, attempt, max_attempts, trigger, events, started_at, token,
+                  instance)
+VALUES (1, 'pending', 0, now() + interval '1 h', 0, 4, 'api', 0, NULL, 0, NULL),
+       (1, 'running', 0, now(), 1, 4, 'api', 2, now(), 1, 'old');
+SELECT setval('runs_id_seq', 4);
+INSERT INTO runs (action_id, state, priority, run_at, attempt, max_attempts, trigger, events, started_at, token,
+                  instance)
+VALUES (1, 'pending', 0, now(), 1, 4, 'api', 1, now(), 1, 'old');
+INSERT INTO finished_runs (id, action_id, state, priority, run_at, token, attempt, max_attempts, trigger, events,
+                           created_at, started_at, finished_at, expires_at)
+VALUES (3, 1, 'succeeded', 0, now(), 1, 1, 4, 'api', 1, now(), now(), now(), now() + interval '1 day'),
+       (4, 1, 'cancelled', 0, now(), 0, 0, 4, 'api', 0, now(), NULL, now(), now() + interval '1 day');
+INSERT INTO run_events (run_id, seq, kind) VALUES (2, 1, 'said'), (2, 2, 'said'), (3, 1, 'said'), (5, 1, 'said');
+"""
+
+
+def told_of(events: list[Written]) -> list[tuple[int, str]]:
+    return [(event.seq, event.data["state"] if event.kind == "state" else event.kind) for event in events]
