@@ -8,6 +8,8 @@
     punctual     1,000 actions due in the same second, on three instances                      p99 ≤ 50 ms late, once
     rescue       SIGKILL of the instance with a run, until the run begins elsewhere            p99 ≤ 500 ms
     backlog      claims beside ten million finished runs, and under a held snapshot            ≤ 1.5 × an empty table
+    streams      events written, and seen by clients elsewhere; 2,000 clients of two            ≥ 20,000/s; p50 ≤ 8 ms;
+                 instances following 200 runs; memory of a client                              p99 ≤ 250 ms; ≤ 60 KB
     idle         statements per second of 1, 5 and 20 instances without work                   ≤ 2 follower, ≤ 10 leader
     takeover     SIGKILL of an instance until it is declared gone, and until another leads     p99 ≤ 500 ms
     outage       everyone ready again after the database was away; a frozen instance gone      ≤ 3 s, ≤ 7 s
@@ -21,7 +23,7 @@ import argparse
 import logging
 import time
 
-from benchmarks import backlog, idle, insert, latency, outage, punctual, rescue, start, takeover, throughput
+from benchmarks import backlog, idle, insert, latency, outage, punctual, rescue, start, streams, takeover, throughput
 from benchmarks.conditions import two_cores
 
 ALL = {
@@ -31,6 +33,7 @@ ALL = {
     "punctual": punctual.run,
     "rescue": rescue.run,
     "backlog": backlog.run,
+    "streams": streams.run,
     "idle": idle.run,
     "takeover": takeover.run,
     "outage": outage.run,

@@ -6,12 +6,15 @@ latest `finished_at`). Ours is a real server process, `flotilla serve`, with uvl
 on one server, each in a database of its own that fills up from round to round; in each round all of them run, one
 after another.
 
+Beside it, the same with the feed switched off: what changes of state cost for being told to whoever follows them all.
+
 pgbench is what bare SQL can do with two sessions and no Python at all: claim 100, commit, complete them, commit; once
 with the rows completed in place, and once with them moved to a history table, as ours are.
 """
 
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,13 +29,15 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.engine.trigger import INSERT
 from benchmarks import peers
 from benchmarks.conditions import ACTIONS, durable_server
-from benchmarks.report import rates
+from benchmarks.report import rates, verdict
 from tests.support.fleet import ROOT, Fleet, Ship
 from tests.support.postgres import Postgres
 
 ROUNDS = 5
 RUNS = 100_000
 LEAST = 40_000
+WITHOUT = "Flotilla, the feed switched off"
+COST_MOST = 0.10
 CONCURRENCY = 2000
 AT_ONCE = 1000
 NAMESPACE = Namespace("flotilla")
@@ -69,9 +74,9 @@ LEFT = "SELECT EXISTS (SELECT FROM flotilla.runs)"
 def run(*, short: bool) -> None:
     rounds, share = (1, 0.02) if short else (ROUNDS, 1.0)
     with durable_server() as postgres, ExitStack() as stack:
-        ours = one_process(postgres, stack, int(RUNS * share))
         everyone: dict[str, Callable[[], float]] = {
-            "Flotilla, one process": ours,
+            "Flotilla, one process": one_process(postgres, stack, int(RUNS * share)),
+            WITHOUT: one_process(postgres, stack, int(RUNS * share), FLOTILLA_FEED_RETENTION="0"),
             "pgbench, bare SQL, 2 × 100, completed in place": bare_sql(postgres, stack, IN_PLACE, int(RUNS * share)),
             "pgbench, bare SQL, 2 × 100, moved to a history": bare_sql(postgres, stack, MOVED, int(RUNS * share)),
         }
@@ -87,6 +92,8 @@ def run(*, short: bool) -> None:
     print(rates(own_name, own, least=LEAST))
     for name, each in rest:
         print(rates(name, each, ours=median))
+    cost = 1 - median / statistics.median(measured[WITHOUT])
+    print(f"{'the feed costs':<46} {max(0.0, cost):.1%}   ≤ {COST_MOST:.0%}: {verdict(cost <= COST_MOST)}")
     if not peers.installed():
         print("PgQueuer and Procrastinate: SKIPPED, not installed; `make bench` installs them")
 
@@ -94,7 +101,7 @@ def run(*, short: bool) -> None:
 # -- ours -------------------------------------------------------------------------------------------------------------
 
 
-def one_process(postgres: Postgres, stack: ExitStack, runs: int) -> Callable[[], float]:
+def one_process(postgres: Postgres, stack: ExitStack, runs: int, **env: str) -> Callable[[], float]:
     address = postgres.new_database()
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     fleet = stack.enter_context(
@@ -104,6 +111,7 @@ def one_process(postgres: Postgres, stack: ExitStack, runs: int) -> Callable[[],
             FLOTILLA_ACTIONS=ACTIONS,
             FLOTILLA_CONCURRENCY=str(CONCURRENCY),
             FLOTILLA_LOG_LEVEL="warning",
+            **env,
         )
     )
     (ship,) = fleet.start()

@@ -9,12 +9,19 @@ from benchmarks import peers
 from tests.support.fleet import ROOT, environment
 
 FIGURES = {
-    "throughput": ("Flotilla, one process", "pgbench, bare SQL", "≥ 40,000/s"),
+    "throughput": ("Flotilla, one process", "pgbench, bare SQL", "≥ 40,000/s", "the feed costs"),
     "insert": ("POST /runs:batch", "trigger_many", "≥ 80,000/s"),
     "latency": ("before POST → the action began", "p50 ≤ 5 ms", "p99 ≤ 20 ms"),
     "punctual": ("the action began", "median of the slots' p99", "≤ 50 ms", "each exactly once: kept"),
     "rescue": ("SIGKILL → begun elsewhere", "p99 ≤ 500 ms"),
     "backlog": ("snapshot, last quarter, against empty", "finished, against empty", "≤ 1.5"),
+    "streams": (
+        "run.emit, one process",
+        "≥ 20,000/s",
+        "emit → a client elsewhere, idle",
+        "memory of an idle client",
+        "complete and in order for each client: kept",
+    ),
     "idle": ("a follower/s", "each follower ≤ 2"),
     "takeover": ("SIGKILL of the leader → a new leader",),
     "outage": ("same ids: True; false deaths: 0",),
