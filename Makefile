@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 BENCH_STAMP := .venv/.bench-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test long check bench image-test lock tools clean
+.PHONY: help setup up down test check bench image-test lock tools clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,9 +30,6 @@ down: setup  ## Ask them to leave, and stop the embedded PostgreSQL
 # In the order of the files, so that the long ones with real instances come first, and none is begun when all else is done.
 test: setup tools  ## Run every test
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
-
-long: setup tools  ## The tests that repeat themselves, as often as it takes to be sure
-	LONG=1 $(BIN)/python -m pytest tests/instances/test_streams.py
 
 check: setup  ## Format, lint, types, import contract, documentation, model-migration drift
 	$(BIN)/ruff format --check .

@@ -14,11 +14,10 @@ import httpx
 import pytest
 
 from tests.support.fleet import Fleet, Ship
-from tests.support.long import rounds
 from tests.support.postgres import Postgres, eventually
 from tests.support.streams import Watcher, messages
 
-ROUNDS = rounds(few=12, many=50)
+ROUNDS = 50
 
 
 @pytest.fixture

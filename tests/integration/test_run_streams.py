@@ -301,6 +301,22 @@ async def test_without_any_notification_everything_comes_with_the_poll(
     assert states(await collect(here, run_id))[-1] == ("succeeded", 1)
 
 
+async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.fleet.stream.hub.POLL", 1e6)
+    async with desk(address) as here:
+        monkeypatch.setattr(here.running.context.stream.relay, "tell", lambda *_: None)
+        monkeypatch.setattr(here.running.context.stream.hub, "look_at_actions", lambda _: None)
+        run_id = await here.trigger("nap", {"seconds": 0.3})
+        reading = asyncio.create_task(collect(here, run_id))
+        await here.ended(run_id)
+        assert not reading.done()
+        assert await here.sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE application_name LIKE 'flotilla/%/link/%' AND datname = current_database()"
+        )
+        assert states(await reading)[-1] == ("succeeded", 1)
+
+
 async def test_a_code_that_waits_for_a_result_gets_it(here: Desk) -> None:
     run = await here.run("ask-another", {"of": "echo"})
     assert run.result == {"said": {"x": 1}}
