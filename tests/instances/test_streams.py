@@ -80,6 +80,7 @@ def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_noth
     assert set(said[-80:]) == {2}
 
 
+@pytest.mark.timeout(400)
 def test_a_client_whose_instance_goes_misses_nothing_elsewhere(fleet: Fleet) -> None:
     """Killed and told to leave, in turn; the client goes on at another with `Last-Event-ID`."""
     chance = random.Random(4)
@@ -91,8 +92,8 @@ def test_a_client_whose_instance_goes_misses_nothing_elsewhere(fleet: Fleet) -> 
         ship = ships.pop(0).wait_ready()
         reading = threading.Thread(target=watcher.read, args=(ship.url,))
         reading.start()
-        eventually(partial(has_more, watcher, len(watcher.told)))
-        chance.random() < 0.5 and eventually(partial(has_more, watcher, len(watcher.told)))
+        for _ in range(chance.choice([1, 1, 5])):
+            eventually(partial(has_more, watcher, len(watcher.told)), within=60)
         ship.kill() if number % 2 else ship.terminate()
         ships.append(fleet.launch())
         reading.join(30)
@@ -178,15 +179,16 @@ def test_over_the_cap_streams_are_refused_and_the_instance_serves_on(fleet: Flee
     run_id = ship.trigger("nap", {"seconds": 600})["id"]
     request = f"GET /runs/{run_id}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode()
     with ExitStack() as stack:
-        answers = []
-        for _ in range(1020):
+        for number in range(1020):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", ship.port), timeout=30))
             client.sendall(request)
-            answers.append(client.recv(4096))
-        assert sum(answer.startswith(b"HTTP/1.1 200") for answer in answers) == 20
-        refused = [answer for answer in answers if answer.startswith(b"HTTP/1.1 503")]
-        assert len(refused) == 1000
-        assert all(b"retry-after: 5" in answer for answer in refused)
+            answer = client.recv(4096)
+            if number < 20:
+                assert answer.startswith(b"HTTP/1.1 200")
+            else:
+                assert answer.startswith(b"HTTP/1.1 503")
+                assert b"retry-after: 5" in answer
+                client.close()
         assert ship.run(run_id)["state"] == "running"
     eventually(lambda: stream_status(ship, run_id) == 200)
     assert ship.status() == 200

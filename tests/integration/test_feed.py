@@ -29,7 +29,7 @@ async def changes(here: Desk | Table, after: int = 0) -> list[Change]:
     database = here.running.context.database if isinstance(here, Desk) else here.database
     found: list[Change] = []
     async with database.connection() as connection:
-        last = await feed.number(connection, NAMESPACE)
+        last = await feed.Numbers().give(connection, NAMESPACE)
         while batches := await feed.read(connection, NAMESPACE, after + len(found)):
             found += [change for batch in batches for change in batch.after(after)]
     assert [change.number for change in found] == list(range(after + 1, last + 1))
@@ -78,7 +78,7 @@ async def test_numbers_are_given_by_one_reader_at_a_time(address: str) -> None:
             async with here.database.connection() as slow:
                 (early,) = await insert(slow, NAMESPACE, [order], "code")
                 (late,) = await here.trigger(Order("tick"))
-                assert await feed.number(first, NAMESPACE) == 1
+                assert await feed.Numbers().give(first, NAMESPACE) == 1
             second = asyncio.create_task(number_once(here))
             await soon(lambda: here.sql("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"))
         await second
@@ -87,7 +87,14 @@ async def test_numbers_are_given_by_one_reader_at_a_time(address: str) -> None:
 
 async def number_once(here: Table) -> None:
     async with here.database.connection() as connection:
-        await feed.number(connection, NAMESPACE)
+        await feed.Numbers().give(connection, NAMESPACE)
+
+
+async def forget(here: Table) -> int:
+    async with here.database.connection() as connection:
+        cutoff = await feed.oldest_kept(connection, NAMESPACE)
+        count, _ = await feed.forget(connection, NAMESPACE, cutoff)
+    return count
 
 
 async def test_what_is_old_is_forgotten_and_numbers_go_on(address: str) -> None:
@@ -96,10 +103,50 @@ async def test_what_is_old_is_forgotten_and_numbers_go_on(address: str) -> None:
             await here.trigger(Order("tick"))
         await changes(here)
         await here.sql("UPDATE feed SET at = at - interval '11 minutes' RETURNING 1")
-        async with here.database.autocommit() as connection:
-            assert await feed.forget(connection, NAMESPACE, 100) == 2
+        assert await forget(here) == 3
+        assert await here.sql("SELECT first FROM feed") == [(3,)], "the next number is known from the last"
         await here.trigger(Order("tick"))
         assert [each.number for each in await changes(here, after=2)] == [3, 4]
+
+
+async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_comes_back(address: str) -> None:
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick"))
+        assert len(await changes(here)) == 1
+        await here.trigger(*[Order("tick")] * 5)
+        await here.trigger(Order("tick"))
+        await here.sql("UPDATE feed SET at = at - interval '11 minutes' RETURNING 1")
+        await forget(here)
+        await here.trigger(Order("tick"))
+        async with here.database.connection() as connection:
+            assert await feed.Numbers().give(connection, NAMESPACE) == 8
+            unread, news = await feed.read(connection, NAMESPACE, 1)
+        assert (unread.first, unread.seq, unread.after(1), unread.missing(1)) == (2, 7, [], 7)
+        assert (news.first, news.missing(7)) == (8, 7)
+
+
+async def test_a_change_that_is_very_late_is_found_by_a_look_at_everything(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row is below the floor, where numbers are usually not looked for."""
+    monkeypatch.setattr(feed, "LATE", 0.0)
+    async with table(address, declare()) as here:
+        order, numbers = prepare(here.catalogue, Order("tick")), feed.Numbers()
+
+        async def give() -> int:
+            async with here.database.connection() as connection:
+                return await numbers.give(connection, NAMESPACE)
+
+        async with here.database.connection() as slow:
+            (early,) = await insert(slow, NAMESPACE, [order], "code")
+            await here.trigger(Order("tick"))
+            assert await give() == 1
+        await here.trigger(Order("tick"))
+        assert await give() == 2
+        assert await here.sql("SELECT count(*) FROM feed WHERE first IS NULL") == [(1,)]
+        monkeypatch.setattr(numbers, "_thorough", 0.0)
+        assert await give() == 3
+        assert [each.run_id for each in await changes(here, after=2)] == [early.id]
 
 
 async def test_switched_off_nothing_is_written(address: str) -> None:
@@ -171,21 +218,31 @@ async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) ->
         assert len(await read(here)) == 9
         await here.sql("DELETE FROM feed WHERE first < 6 RETURNING 1")
         missed, *rest = await read(here, last="2")
-        assert (missed.event, missed.data) == ("missed", {"after": 2, "until": 5})
+        assert (missed.event, missed.id, missed.data) == ("missed", "5", {"after": 2, "until": 5})
         assert [each.id for each in rest] == ["6", "7", "8", "9"]
+        # And what was forgotten before anybody read it.
+        await here.run("noop")
+        await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
+        await here.engine.retention.prune_feed()
+        (missed,) = await read(here, last="9")
+        assert (missed.event, missed.id, missed.data) == ("missed", "12", {"after": 9, "until": 12})
 
 
 async def test_who_hears_nothing_of_theirs_for_long_is_given_the_number_to_come_back_with(
-    address: str, monkeypatch: pytest.MonkeyPatch
+    here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_events, "HEARTBEAT", 0.1)
-    async with desk(address, stream_age=1.5) as here:
-        reading = asyncio.create_task(here.running.client.get("/events?action=echo"))
-        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.running.context.open_streams.total() == 1))
+    hub = here.running.context.stream.hub
+    echo = here.engine.catalogue.id_of("echo")
+    async with asyncio.timeout(60), hub.follow_feed() as follower:
+        wanted = http_events.Wanted({echo}, set(), hub)
+        chunks = http_events.told_of_all(follower, wanted, http_events.Age(here.running.context))
+        assert await anext(chunks) == b": up to here\nid: 0\n\n"
         await here.run("noop")
-        answer = await reading
-        assert "event: " not in answer.text
-        assert "id: 3\n" in answer.text
+        said = b""
+        while b"id: 3\n" not in said:
+            said += await anext(chunks)
+        assert b"event: " not in said
 
 
 @pytest.mark.parametrize(

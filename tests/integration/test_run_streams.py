@@ -175,25 +175,31 @@ async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_no
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
-    run_id = await here.trigger("chatter", {"count": 100, "pause": 0.01})
-    age = Age(here.running.context)
-    async with here.running.context.stream.hub.follow(run_id) as slow:
-        chunks = told_over_http(slow, run_id, age)
-        said = await anext(chunks)
-        while slow.seq < 2 or slow._was_up is False:
+    run_id = await here.trigger("nap", {"seconds": 600})
+    attempt = await here.attempt(run_id)
+    hub = here.running.context.stream.hub
+    async with hub.follow(run_id) as slow, hub.follow(run_id) as quick:
+        chunks = told_over_http(slow, run_id, Age(here.running.context))
+        said = b""
+        while slow.seq < 2:
             said += await anext(chunks)
-        await here.ended(run_id)
-        async with here.running.context.stream.hub.follow(run_id) as quick:
-            while not quick.ended:
-                await quick.more()
+        # It has everything, and waits for more; that comes, and then a lot while nobody takes it.
+        waiting = asyncio.ensure_future(anext(chunks))
+        await attempt.emit("first")
+        said += await waiting
+        for number in range(100):
+            await attempt.emit("said", number)
+        while quick.seq < 103:
+            await quick.more()
         said += b"".join([chunk async for chunk in chunks])
     assert said.rstrip().splitlines()[-1].startswith(b"retry: ")
     assert b": you took less than what came: come back" in said
-    assert b"event: done" not in said
     seen = int(said.split(b"id: ")[-1].split()[0])
+    assert 3 < seen <= 103
+    await here.running.client.post(f"/runs/{run_id}/cancel")
     rest = await here.running.client.get(f"/runs/{run_id}/events", headers={"Last-Event-ID": str(seen)})
     assert [message.id for message in messages(rest.text.splitlines()) if message.id] == [
-        str(seq) for seq in range(seen + 1, 104)
+        str(seq) for seq in range(seen + 1, 105)
     ]
 
 
@@ -259,6 +265,17 @@ async def test_a_stream_that_is_old_ends_with_when_to_come_back(address: str) ->
         assert told[-1].retry is not None
         assert 500 <= told[-1].retry <= 3000
         await here.running.client.post(f"/runs/{run_id}/cancel")
+
+
+async def test_who_waits_for_long_leaves_nothing_behind(here: Desk) -> None:
+    run_id = await here.trigger("nap", {"seconds": 600})
+    async with here.running.context.stream.hub.follow(run_id) as follower:
+        while follower.seq < 2:
+            await follower.more()
+        for _ in range(5):
+            assert await follower.more(0.01) == []
+        assert not follower._channel._waiting
+    await here.running.client.post(f"/runs/{run_id}/cancel")
 
 
 async def test_a_run_that_is_forgotten_meanwhile_ends_its_streams(here: Desk) -> None:

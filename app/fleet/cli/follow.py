@@ -239,6 +239,7 @@ class Everything(Following):
         self._states = states
         self._as_json = as_json
         self._names: dict[int, str] = {}
+        self._numbers = feed.Numbers()
         self._number = 0
 
     async def for_ever(self, settings: FleetSettings) -> NoReturn:
@@ -252,15 +253,15 @@ class Everything(Following):
             if not await feed.is_kept(connection, namespace):
                 raise FeedOff("the feed is switched off: FLOTILLA_FEED_RETENTION is 0")
             async with connection.transaction():
-                self._number = await feed.number(connection, namespace)
+                self._number = await self._numbers.give(connection, namespace)
             self.begun = True
         while True:
             async with connection.transaction():
-                await feed.number(connection, namespace)
+                await self._numbers.give(connection, namespace)
             batches = await feed.read(connection, namespace, self._number)
             for batch in batches:
-                if batch.first > self._number + 1:
-                    warn(f"{batch.first - self._number - 1} changes were missed: they are not kept for that long")
+                if (until := batch.missing(self._number)) > self._number:
+                    warn(f"{until - self._number} changes were missed: they are not kept for that long")
                 await self._tell(connection, namespace, batch.after(self._number))
                 self._number = batch.seq
             if not batches:

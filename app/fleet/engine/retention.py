@@ -78,17 +78,19 @@ class Retention(Service):
                 with suppress(psycopg.Error, DatabaseError):
                     await self.prune()
                     if turn % FEED_TURNS == 0:
-                        await self.tidy_feed()
+                        await self.prune_feed()
 
-    async def tidy_feed(self) -> None:
-        """Number what nobody has read, so that it is little when somebody does, and forget what is old."""
-        namespace = self._database.namespace
-        async with self._database.connection() as connection:
-            await feed.number(connection, namespace)
-        more = True
-        while more:
-            async with self._database.autocommit() as connection:
-                more = await feed.forget(connection, namespace, BATCH) == BATCH
+    async def prune_feed(self) -> None:
+        """Forget what the feed has kept for long enough, with as much rest in between."""
+        loop = asyncio.get_running_loop()
+        async with self._database.autocommit() as connection:
+            cutoff = await feed.oldest_kept(connection, self._database.namespace)
+        count, floor = feed.AT_ONCE, 0
+        while count == feed.AT_ONCE:
+            began = loop.time()
+            async with self._database.connection() as connection:
+                count, floor = await feed.forget(connection, self._database.namespace, cutoff, floor)
+            await asyncio.sleep(loop.time() - began)
 
     async def prune(self) -> int:
         """Forget everything that may be forgotten now; return how many runs that were."""

@@ -5,9 +5,9 @@
     data: {"run":17,"seq":3,"kind":"progress","data":{"done":0.5,"text":null},"at":"…"}
 
 A run's stream begins with its first event, or after `Last-Event-ID` (or `?after=`, for a browser's EventSource, which
-sends the header only when it comes back by itself), goes on live, and ends with `done`. The id is the
-event's number, so any instance can go on where another stopped. `done` has none: it is no event of the run, and who
-reconnects after it is told the same again.
+sends the header only when it comes back by itself), goes on live, and ends with `done`. The id is the event's number,
+so any instance can go on where another stopped. `done` has none: it is no event of the run, and who reconnects after it
+is told the same again.
 
 The feed begins now, or after `Last-Event-ID`. Its ids number all changes of the cluster; who wants only some of them is
 given the id of what was left out with every heartbeat, so that coming back does not mean reading all of it again. Who
@@ -100,8 +100,13 @@ class Age:
         self._until = self.now() + context.settings.stream_age * random.uniform(*AGES)
 
     @property
-    def left(self) -> float:
-        return self._until - self.now()
+    def is_over(self) -> bool:
+        return self.now() >= self._until
+
+    @property
+    def patience(self) -> float:
+        """How long to wait before there is something to say, if it is only that nothing happens."""
+        return max(0.0, min(self._until - self.now(), HEARTBEAT))
 
 
 # -- a run's ----------------------------------------------------------------------------------------------------------
@@ -122,10 +127,7 @@ async def follow_run(
 
 async def told(follower: Following[Written], run_id: int, age: Age) -> AsyncIterator[bytes]:
     while not follower.ended:
-        if age.left <= 0:
-            yield come_back("this stream is old")
-            return
-        events = await follower.more(min(age.left, HEARTBEAT))
+        events = await follower.more(age.patience)
         if events:
             for piece in in_pieces(in_words(event.seq, event.kind, event.as_json(run_id)) for event in events):
                 yield piece
@@ -133,6 +135,9 @@ async def told(follower: Following[Written], run_id: int, age: Age) -> AsyncIter
             yield KEEPALIVE_COMMENT
         if follower.fell_behind:
             yield come_back("you took less than what came")
+            return
+        if age.is_over and not follower.ended:
+            yield come_back("this stream is old")
             return
     if follower.forgotten:
         yield come_back("the run was forgotten")
@@ -193,12 +198,14 @@ async def told_of_all(follower: Following[Batch], wanted: Wanted, age: Age) -> A
     # Who has only just come has a number to come back with.
     yield up_to(follower.seq)
     spoke = age.now()
-    while age.left > 0:
+    over = False
+    while not over:
+        # Asked before, so that even the oldest stream has said what was there when it began.
+        over = age.is_over
         seen = follower.seq
-        for batch in await follower.more(min(age.left, HEARTBEAT)):
-            if batch.first > seen + 1:
-                missed = {"after": seen, "until": batch.first - 1}
-                yield in_words(batch.first - 1, MISSED, as_json(missed))
+        for batch in await follower.more(age.patience):
+            if (until := batch.missing(seen)) > seen:
+                yield in_words(until, MISSED, as_json({"after": seen, "until": until}))
             for piece in in_pieces(wanted.of(batch, seen)):
                 yield piece
                 spoke = age.now()

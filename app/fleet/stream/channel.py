@@ -8,7 +8,6 @@ the database, a page at a time; nothing is held in memory for anyone.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 
@@ -41,7 +40,7 @@ class Channel(Generic[T]):
         self.complete = False
         self.forgotten = False
         self._weight = 0
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: set[asyncio.Future[None]] = set()
 
     def take(self, items: Sequence[T], *, complete: bool = False) -> None:
         """Take what comes after all that was read so far."""
@@ -76,16 +75,18 @@ class Channel(Generic[T]):
     async def news(self, patience: float | None) -> bool:
         """Wait until there is something new, or for that long; say which. Many wait here, so it is a bare one."""
         news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(news)
-        with suppress(TimeoutError):
+        self._waiting.add(news)
+        try:
             async with asyncio.timeout(patience):
                 await news
-                return True
-        return False
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting.discard(news)
+        return True
 
     def _tell(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for news in waiting:
+        for news in self._waiting:
             if not news.done():
                 news.set_result(None)
 

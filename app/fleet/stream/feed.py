@@ -3,7 +3,7 @@
 Each statement that changes the state of runs adds one row for all of them (`noted`), in its own transaction. What such
 a row costs is little, and nobody waits for anybody: it has no number yet. Transactions commit in another order than
 they began in, so a number drawn at the insert would be skipped by a reader who has already seen a higher one. Numbers
-are given afterwards, by whoever reads the feed, to the rows that are there by then, one reader at a time (`number`). A
+are given afterwards, by whoever reads the feed, to the rows that are there by then, one reader at a time (`Numbers`). A
 row that becomes visible later gets a later number, and whoever has seen number n has seen all there is up to n.
 
 A change of a run that follows another is in a transaction that began after the other's commit, so the order of rows
@@ -12,12 +12,15 @@ A change of a run that follows another is in a transaction that began after the 
     failure                                    what happens
     the reader dies before its commit          nothing is numbered, and the next reader does it
     it freezes in between, holding the lock    the server ends its session after `PATIENCE`; others wait for that long
-    nobody reads                               the leader numbers what is there now and then (`engine/retention.py`)
+    nobody reads                               nothing is numbered; what is forgotten unread leaves a row that says how
+                                               much it was, so that its numbers are missing for who comes back
 
 Rows are kept for `FEED_RETENTION`, and forgotten then; who comes with an older number is told what they missed. What is
 not in the feed: what runs say (`events.py`), and why they ended.
 """
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -32,6 +35,11 @@ from app.fleet.stream.events import STATE
 AT_ONCE = 1000
 PAGE = 50
 PATIENCE = 5.0
+# A transaction that takes longer than that has its changes numbered late.
+LATE = 10.0
+THOROUGH = 30.0
+# The state of a row that stands for what was forgotten before anybody had read it.
+UNREAD = "unread"
 
 
 def noted(changed: str, state: str = "state", seq: str = "events") -> str:
@@ -55,14 +63,22 @@ LAST = "SELECT first + many - 1 FROM {schema}.feed WHERE first IS NOT NULL ORDER
 NUMBER = f"""
 WITH new AS MATERIALIZED (
     SELECT id, coalesce(({LAST}), 0) + 1 + sum(many) OVER (ORDER BY id) - many AS first
-    FROM (SELECT id, many FROM {{schema}}.feed WHERE first IS NULL ORDER BY id LIMIT {AT_ONCE}) AS n
+    FROM (
+        SELECT id, many
+        FROM {{schema}}.feed
+        WHERE first IS NULL AND id > %(floor)s
+        ORDER BY id
+        LIMIT {AT_ONCE}
+    ) AS n
+), numbered AS (
+    UPDATE {{schema}}.feed AS f SET first = n.first FROM new AS n WHERE f.id = n.id RETURNING f.id
 )
-UPDATE {{schema}}.feed AS f SET first = n.first FROM new AS n WHERE f.id = n.id
+SELECT count(*), max(id) FROM numbered
 """
 
 # From the row on that has the next number in it.
 READ = """
-SELECT first, at, state, instance, runs, actions, seqs, attempts
+SELECT first, many, at, state, instance, runs, actions, seqs, attempts
 FROM {schema}.feed
 WHERE first >= coalesce((SELECT max(first) FROM {schema}.feed WHERE first <= %(after)s + 1), 0)
   AND first + many > %(after)s + 1
@@ -70,24 +86,32 @@ ORDER BY first
 LIMIT %(most)s
 """
 
-# The last row that has a number stays: the next number is known from it.
-FORGET = """
-DELETE FROM {schema}.feed
-WHERE id = ANY (ARRAY(
-    SELECT id
-    FROM {schema}.feed
-    WHERE id < coalesce((
-        SELECT id
-        FROM {schema}.feed
-        WHERE at >= statement_timestamp() - (SELECT kept FROM {schema}.feed_settings)
-        ORDER BY id
-        LIMIT 1
-    ), 9223372036854775807)
-    ORDER BY id
-    LIMIT %(batch)s
-))
-AND first IS DISTINCT FROM (SELECT max(first) FROM {schema}.feed)
+CUTOFF = """
+SELECT id
+FROM {schema}.feed
+WHERE at >= statement_timestamp() - (SELECT kept FROM {schema}.feed_settings)
+ORDER BY id
+LIMIT 1
 """
+
+# The last row that has a number stays: the next number is known from it.
+FORGET = f"""
+WITH old AS MATERIALIZED (
+    SELECT id FROM {{schema}}.feed WHERE id > %(floor)s AND id < %(cutoff)s ORDER BY id LIMIT {AT_ONCE}
+), gone AS (
+    DELETE FROM {{schema}}.feed
+    WHERE id = ANY (ARRAY(SELECT id FROM old)) AND first IS DISTINCT FROM (SELECT max(first) FROM {{schema}}.feed)
+    RETURNING first, many
+), unread AS (
+    INSERT INTO {{schema}}.feed (first, state, many, runs, actions, seqs, attempts)
+    SELECT coalesce(({LAST}), 0) + 1, '{UNREAD}', sum(many), '{{}}', '{{}}', '{{}}', '{{}}'
+    FROM gone
+    WHERE first IS NULL
+    HAVING count(*) > 0
+)
+SELECT count(*), max(id) FROM old
+"""
+ALL = 2**63 - 1
 
 NAMES = "SELECT id, name FROM {schema}.actions"
 
@@ -125,6 +149,7 @@ class Batch(NamedTuple):
     """What one statement changed."""
 
     first: int
+    many: int
     at: datetime
     state: str
     instance: str | None
@@ -136,7 +161,11 @@ class Batch(NamedTuple):
     @property
     def seq(self) -> int:
         """The number of its last change."""
-        return self.first + len(self.runs) - 1
+        return self.first + self.many - 1
+
+    def missing(self, after: int) -> int:
+        """Up to which number nothing is here any more, for somebody who has come to `after`."""
+        return self.seq if self.state == UNREAD else max(after, self.first - 1)
 
     @property
     def weight(self) -> int:
@@ -152,14 +181,42 @@ class Batch(NamedTuple):
         ]
 
 
-async def number(connection: Connection, namespace: Namespace) -> int:
-    """Number what has no number yet, in the transaction of this connection; return the last number there is."""
-    await connection.execute(namespace.sql(TURN))
-    while True:
-        if (await connection.execute(namespace.sql(NUMBER))).rowcount < AT_ONCE:
-            break
-    row = await (await connection.execute(namespace.sql(LAST))).fetchone()
-    return row[0] if row else 0
+class Numbers:
+    """Gives numbers, for one who reads.
+
+    The index of rows without a number keeps the entries of those that got one until vacuum removes them, which a single
+    open snapshot anywhere in the database delays. So it is read from a floor: the highest id that had its number `LATE`
+    ago. A row below it, whose transaction took longer than that, is found by a look at everything, every `THOROUGH`.
+    """
+
+    def __init__(self) -> None:
+        self._floor = 0
+        # When which was the highest id that we gave a number.
+        self._marks: deque[tuple[float, int]] = deque()
+        self._thorough = 0.0
+
+    async def give(self, connection: Connection, namespace: Namespace) -> int:
+        """Number what has no number yet, in the transaction of this connection; return the last number there is."""
+        await connection.execute(namespace.sql(TURN))
+        count, highest = AT_ONCE, self._begin()
+        while count == AT_ONCE:
+            row = await (await connection.execute(namespace.sql(NUMBER), {"floor": highest})).fetchone()
+            assert row is not None
+            count = row[0]
+            if count:
+                highest = row[1]
+                self._marks.append((time.monotonic(), highest))
+        last = await (await connection.execute(namespace.sql(LAST))).fetchone()
+        return last[0] if last else 0
+
+    def _begin(self) -> int:
+        now = time.monotonic()
+        while self._marks and self._marks[0][0] < now - LATE:
+            self._floor = max(self._floor, self._marks.popleft()[1])
+        if now >= self._thorough:
+            self._thorough = now + THOROUGH
+            return 0
+        return self._floor
 
 
 async def read(connection: Connection, namespace: Namespace, after: int, most: int = PAGE) -> Sequence[Batch]:
@@ -183,6 +240,15 @@ async def keep(connection: Connection, namespace: Namespace, kept: timedelta) ->
     await connection.execute(namespace.sql(KEEP), {"kept": kept})
 
 
-async def forget(connection: Connection, namespace: Namespace, batch: int) -> int:
-    """Forget some of what was kept for long enough; return how many rows that were."""
-    return (await connection.execute(namespace.sql(FORGET), {"batch": batch})).rowcount
+async def oldest_kept(connection: Connection, namespace: Namespace) -> int:
+    """Return below which id all was kept for long enough."""
+    row = await (await connection.execute(namespace.sql(CUTOFF))).fetchone()
+    return row[0] if row else ALL
+
+
+async def forget(connection: Connection, namespace: Namespace, cutoff: int, floor: int = 0) -> tuple[int, int]:
+    """Forget some rows between these ids, in the transaction of this connection; return how many, and the highest."""
+    await connection.execute(namespace.sql(TURN))
+    row = await (await connection.execute(namespace.sql(FORGET), {"floor": floor, "cutoff": cutoff})).fetchone()
+    assert row is not None
+    return row[0], row[1] or floor

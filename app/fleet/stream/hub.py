@@ -66,6 +66,7 @@ class Hub(Service):
         self._relay = relay
         self._runs: dict[int, RunChannel] = {}
         self._feed: Channel[Batch] | None = None
+        self._numbers = feed.Numbers()
         # Of the actions that were met in the feed.
         self.names: dict[int, str] = {}
         # What may have something new, in the order in which that was heard; a set would let high ids wait for ever.
@@ -112,7 +113,7 @@ class Hub(Service):
         async with self._database.connection() as connection:
             if not await feed.is_kept(connection, self._database.namespace):
                 raise FeedOff("the feed is switched off: FLOTILLA_FEED_RETENTION is 0")
-            now = await feed.number(connection, self._database.namespace)
+            now = await self._numbers.give(connection, self._database.namespace)
         if after is not None and after > now:
             raise EventUnknown(f"the feed has come to {now}, and there is no {after} yet")
         if self._feed is None:
@@ -285,7 +286,7 @@ class Hub(Service):
         after = channel.read
         self.reads += 1
         async with self._database.connection() as connection:
-            now = await feed.number(connection, self._database.namespace)
+            now = await self._numbers.give(connection, self._database.namespace)
             batches = await feed.read(connection, self._database.namespace, after)
             await self._learn_names(connection, batches)
         if channel is self._feed:
