@@ -125,28 +125,55 @@ async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_c
         assert (news.first, news.missing(7)) == (8, 7)
 
 
-async def test_a_change_that_is_very_late_is_found_by_a_look_at_everything(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its row is below the floor, where numbers are usually not looked for."""
-    monkeypatch.setattr(feed, "LATE", 0.0)
+async def test_a_change_that_is_very_late_is_found_and_comes_before_what_came_of_it(address: str) -> None:
+    """Numbers are only looked for above a floor; it does not pass what a transaction that is still open may have."""
     async with table(address, declare()) as here:
         order, numbers = prepare(here.catalogue, Order("tick")), feed.Numbers()
+        one = await here.instance("one")
 
         async def give() -> int:
             async with here.database.connection() as connection:
                 return await numbers.give(connection, NAMESPACE)
 
+        for number in range(1, 4):
+            await here.trigger(Order("tick"))
+            assert await give() == number
+        assert numbers._floor > 0
         async with here.database.connection() as slow:
             (early,) = await insert(slow, NAMESPACE, [order], "code")
+            for number in range(4, 8):
+                await here.trigger(Order("tick"))
+                assert await give() == number
+        claimed = await one.claim()
+        assert len(claimed) == 8
+        last = await give()
+        found = await changes(here)
+        assert len(found) == last == 16
+        for run_id in {run.run_id for run in claimed}:
+            assert [state for _, state, _ in states(found, run_id)] == ["pending", "running"]
+        assert early.id in {run.run_id for run in claimed}
+        # The next look begins above all of it.
+        await give()
+        await give()
+        assert await here.sql("SELECT max(id) FROM feed") == [(numbers._floor,)]
+
+
+async def test_what_was_numbered_in_a_transaction_that_failed_is_numbered_again(address: str) -> None:
+    async with table(address, declare()) as here:
+        order, numbers = prepare(here.catalogue, Order("tick")), feed.Numbers()
+        async with here.database.connection() as slow:
+            await insert(slow, NAMESPACE, [order], "code")
             await here.trigger(Order("tick"))
-            assert await give() == 1
-        await here.trigger(Order("tick"))
-        assert await give() == 2
-        assert await here.sql("SELECT count(*) FROM feed WHERE first IS NULL") == [(1,)]
-        monkeypatch.setattr(numbers, "_thorough", 0.0)
-        assert await give() == 3
-        assert [each.run_id for each in await changes(here, after=2)] == [early.id]
+            async with here.database.connection() as connection:
+                assert await numbers.give(connection, NAMESPACE) == 1
+        # It finds the late one, below what was numbered already, and then it fails.
+        async with here.database.connection() as connection:
+            assert await numbers.give(connection, NAMESPACE) == 2
+            await connection.rollback()
+        for _ in range(3):
+            async with here.database.connection() as connection:
+                assert await numbers.give(connection, NAMESPACE) == 2
+        assert len(await changes(here)) == 2
 
 
 async def test_switched_off_nothing_is_written(address: str) -> None:

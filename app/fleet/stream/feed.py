@@ -19,7 +19,6 @@ Rows are kept for `FEED_RETENTION`, and forgotten then; who comes with an older 
 not in the feed: what runs say (`events.py`), and why they ended.
 """
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -35,9 +34,7 @@ from app.fleet.stream.events import STATE
 AT_ONCE = 1000
 PAGE = 50
 PATIENCE = 5.0
-# A transaction that takes longer than that has its changes numbered late.
-LATE = 10.0
-THOROUGH = 30.0
+MARKS = 100
 # The state of a row that stands for what was forgotten before anybody had read it.
 UNREAD = "unread"
 
@@ -60,9 +57,10 @@ SELECT set_config('idle_in_transaction_session_timeout', '{PATIENCE * 1000:.0f}'
        pg_advisory_xact_lock({{class}}, {Lock.FEED.key(0)})
 """
 LAST = "SELECT first + many - 1 FROM {schema}.feed WHERE first IS NOT NULL ORDER BY first DESC LIMIT 1"
+LOOK = f"SELECT coalesce(({LAST}), 0), pg_snapshot_xmin(pg_current_snapshot())::text::int8"
 NUMBER = f"""
 WITH new AS MATERIALIZED (
-    SELECT id, coalesce(({LAST}), 0) + 1 + sum(many) OVER (ORDER BY id) - many AS first
+    SELECT id, %(last)s + 1 + sum(many) OVER (ORDER BY id) - many AS first
     FROM (
         SELECT id, many
         FROM {{schema}}.feed
@@ -71,9 +69,9 @@ WITH new AS MATERIALIZED (
         LIMIT {AT_ONCE}
     ) AS n
 ), numbered AS (
-    UPDATE {{schema}}.feed AS f SET first = n.first FROM new AS n WHERE f.id = n.id RETURNING f.id
+    UPDATE {{schema}}.feed AS f SET first = n.first FROM new AS n WHERE f.id = n.id RETURNING f.id, f.many
 )
-SELECT count(*), max(id) FROM numbered
+SELECT count(*), sum(many)::int8, max(id), (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::int8) FROM numbered
 """
 
 # From the row on that has the next number in it.
@@ -181,42 +179,72 @@ class Batch(NamedTuple):
         ]
 
 
+class Mark(NamedTuple):
+    """The highest id that was given its number, and the transactions that may have had a lower one just then."""
+
+    id: int
+    # All whose own id is below this.
+    horizon: int
+
+
+class Look(NamedTuple):
+    """What a look at the rows without a number has found out, if its transaction was committed."""
+
+    # The last number there was after it.
+    number: int
+    # Below this id, everything has its number, and nothing more can appear.
+    floor: int
+    mark: Mark | None
+
+
 class Numbers:
     """Gives numbers, for one who reads.
 
     The index of rows without a number keeps the entries of those that got one until vacuum removes them, which a single
-    open snapshot anywhere in the database delays. So it is read from a floor: the highest id that had its number `LATE`
-    ago. A row below it, whose transaction took longer than that, is found by a look at everything, every `THOROUGH`.
+    open snapshot anywhere in the database delays. So it is read from a floor. Every transaction that may have added a
+    row below it had ended before a look that found no such row any more. (Whoever adds a row has changed runs before,
+    in the same statement, and is known as a transaction before it draws the row's id.)
     """
 
     def __init__(self) -> None:
         self._floor = 0
-        # When which was the highest id that we gave a number.
-        self._marks: deque[tuple[float, int]] = deque()
-        self._thorough = 0.0
+        self._marks: deque[Mark] = deque()
+        self._latest: Look | None = None
 
     async def give(self, connection: Connection, namespace: Namespace) -> int:
         """Number what has no number yet, in the transaction of this connection; return the last number there is."""
         await connection.execute(namespace.sql(TURN))
-        count, highest = AT_ONCE, self._begin()
+        row = await (await connection.execute(namespace.sql(LOOK))).fetchone()
+        assert row is not None
+        last: int = row[0]
+        oldest: int = row[1]
+        self._settle(last)
+        floor = max((mark.id for mark in self._marks if mark.horizon <= oldest), default=self._floor)
+        count, highest, mark = AT_ONCE, self._floor, None
         while count == AT_ONCE:
-            row = await (await connection.execute(namespace.sql(NUMBER), {"floor": highest})).fetchone()
+            values = {"floor": highest, "last": last}
+            row = await (await connection.execute(namespace.sql(NUMBER), values)).fetchone()
             assert row is not None
             count = row[0]
             if count:
-                highest = row[1]
-                self._marks.append((time.monotonic(), highest))
-        last = await (await connection.execute(namespace.sql(LAST))).fetchone()
-        return last[0] if last else 0
+                _, many, highest, horizon = row
+                last += many
+                mark = Mark(highest, horizon)
+        self._latest = Look(last, floor, mark)
+        return last
 
-    def _begin(self) -> int:
-        now = time.monotonic()
-        while self._marks and self._marks[0][0] < now - LATE:
-            self._floor = max(self._floor, self._marks.popleft()[1])
-        if now >= self._thorough:
-            self._thorough = now + THOROUGH
-            return 0
-        return self._floor
+    def _settle(self, last: int) -> None:
+        """If the last look's numbers are there, it was committed, and what it found out holds."""
+        if self._latest is not None and self._latest.number <= last:
+            self._floor = self._latest.floor
+            if self._latest.mark is not None:
+                # While one transaction stays open, marks would only become more.
+                if len(self._marks) == MARKS:
+                    self._marks.pop()
+                self._marks.append(self._latest.mark)
+            while self._marks and self._marks[0].id <= self._floor:
+                self._marks.popleft()
+        self._latest = None
 
 
 async def read(connection: Connection, namespace: Namespace, after: int, most: int = PAGE) -> Sequence[Batch]:
