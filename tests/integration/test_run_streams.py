@@ -11,9 +11,10 @@ import pytest
 
 from alembic import command
 from app.fleet.db import migrations
-from app.fleet.engine import recovery
+from app.fleet.engine import recovery, runs
 from app.fleet.engine.run import EVENT_MOST
 from app.fleet.engine.trigger import Order
+from app.fleet.http.auth import make_key
 from app.fleet.http.events import Age
 from app.fleet.http.events import told as told_over_http
 from app.fleet.stream.channel import KEPT_WEIGHT
@@ -374,6 +375,25 @@ async def test_no_more_streams_than_there_are_places(address: str) -> None:
         assert [answer.status_code for answer in await asyncio.gather(*streams)] == [200] * 3
         assert (await here.running.client.get(url)).status_code == 200
         assert here.running.context.open_streams.total() == 0
+
+
+async def test_a_key_has_no_more_streams_than_its_share(address: str) -> None:
+    (one, first_line), (other, second_line) = make_key("one", "read"), make_key("other", "read")
+    async with desk(address, streams_per_key=2, api_keys=f"{first_line},{second_line}") as here:
+        run_id = await here.trigger("nap", {"seconds": 600})
+        client, url, context = here.running.client, f"/runs/{run_id}/events", here.running.context
+        streams = [asyncio.create_task(client.get(url, headers={"x-api-key": one})) for _ in range(2)]
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", context.open_streams.total() == 2))
+        refused = await asyncio.wait_for(client.get(url, headers={"x-api-key": one}), 20)
+        is_problem(refused, "unavailable")
+        assert "this API key has 2 streams open here" in refused.text
+        assert refused.headers["retry-after"] == "5"
+        streams.append(asyncio.create_task(client.get(url, headers={"x-api-key": other})))
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", context.open_streams.total() == 3))
+        async with context.database.connection() as connection:
+            await runs.cancel(connection, context.database.namespace, run_id)
+        assert [answer.status_code for answer in await asyncio.gather(*streams)] == [200] * 3
+        assert not context.open_streams
 
 
 async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: Desk) -> None:
