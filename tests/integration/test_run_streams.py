@@ -18,7 +18,7 @@ from app.fleet.http.auth import make_key
 from app.fleet.http.events import Age
 from app.fleet.http.events import told as told_over_http
 from app.fleet.stream.channel import KEPT_WEIGHT
-from app.fleet.stream.events import HEAVY, Event, Written, append, read
+from app.fleet.stream.events import HEAVY, Event, Written, append, read_all
 from app.fleet.stream.relay import SPACING
 from tests.integration.test_edge import is_problem
 from tests.support.runs import Desk, desk, soon
@@ -37,7 +37,7 @@ async def here(address: str) -> AsyncIterator[Desk]:
 async def told(here: Desk | Table, run_id: int, after: int = 0) -> list[Written]:
     database = here.running.context.database if isinstance(here, Desk) else here.database
     async with database.connection() as connection:
-        events = await read(connection, NAMESPACE, run_id, after)
+        events = (await read_all(connection, NAMESPACE, {run_id: after}))[run_id].events
     assert [event.seq for event in events] == list(range(after + 1, after + 1 + len(events)))
     return events
 

@@ -237,9 +237,3 @@ async def read_all(
         elif seq == afters[run_id] + len(chapters[run_id].events) + 1:
             chapters[run_id].events.append(Written(seq, kind, text, at))
     return chapters
-
-
-async def read(connection: Connection, namespace: Namespace, run: int, after: int, most: int = MOST) -> list[Written]:
-    """Return what became of a run after that number, in order."""
-    chapter = (await read_all(connection, namespace, {run: after}, most)).get(run)
-    return chapter.events if chapter else []
