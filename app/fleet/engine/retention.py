@@ -7,6 +7,8 @@ batch ended: the index still has entries of what was deleted, for as long as som
 
 Two leaders would skip each other's rows. Nothing else depends on it: a slot whose key was forgotten cannot come again,
 because `next_run_at` has moved past it.
+
+The feed (`stream/feed.py`) is forgotten with rests too, but not under `LIMIT`, and under its readers' lock.
 """
 
 import asyncio

@@ -234,7 +234,7 @@ class Numbers:
         return last
 
     def _settle(self, last: int) -> None:
-        """If the last look's numbers are there, it was committed, and what it found out holds."""
+        """If the last look's numbers are there, what it found out holds: they are its own, or another's since."""
         if self._latest is not None and self._latest.number <= last:
             self._floor = self._latest.floor
             if self._latest.mark is not None:

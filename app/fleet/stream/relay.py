@@ -5,8 +5,8 @@ each other. So they go out beside, after the fact: the first at once, those of t
 `said:17,18` of runs that said something, and `changed:17,18` of those whose state is another; or `said:*` if there are
 too many to name.
 
-They only go out while somebody follows a run. Who begins to, says `following:`, and again every `STILL`; a relay that
-has not heard it for `INTEREST` keeps quiet. An idle cluster that nobody watches notifies nobody.
+They only go out while somebody follows a run, or the feed. Who begins to, says `following:`, and again every `STILL`; a
+relay that has not heard it for `INTEREST` keeps quiet. An idle cluster that nobody watches notifies nobody.
 
 What it does not promise: anything. A notification that is lost, or was never sent, makes a stream slower by a poll
 (`hub.py`).
@@ -50,7 +50,7 @@ class Relay(Service):
 
     @property
     def wanted(self) -> bool:
-        """Somebody follows runs, somewhere."""
+        """Somebody follows, somewhere."""
         return time.monotonic() < self._wanted_until
 
     def tell(self, what: str, runs: Iterable[int]) -> None:
