@@ -34,6 +34,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.namespace import Namespace
@@ -111,18 +112,19 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
         port=port,
         on_leave=leave,
     )
-    # Before it joins: whoever declares somebody gone must know what that means for runs.
+    # Before it joins: whoever declares somebody gone must know what that means for runs and locks.
+    shared = Coordination(database, member)
     stream = Stream(database, member)
-    engine = Engine(settings, database, member, catalogue, context.course, stream)
+    engine = Engine(settings, database, member, catalogue, context.course, stream, shared)
     services.append(member)
     await member.start()
 
     await engine.synchronise()
-    for service in (*stream.services, *engine.services):
+    for service in (*shared.services, *stream.services, *engine.services):
         services.append(service)
         await service.start()
 
-    context.started(database, member, stream, engine)
+    context.started(database, member, shared, stream, engine)
     # What is there now stays; a full collection that walked through it would hold the event loop up for long.
     gc.collect()
     gc.freeze()

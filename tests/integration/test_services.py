@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 
+from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
 from app.fleet.db import dsn, migrations
 from app.fleet.db.namespace import Namespace
@@ -35,7 +36,8 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
     def engine() -> Engine:
         member = Member(settings, addresses, namespace, shared, version="test", on_leave=print)
         catalogue = Catalogue.load(["tests.support.trial_actions"])
-        return Engine(settings, shared, member, catalogue, Course(), Stream(shared, member))
+        stream, coordination = Stream(shared, member), Coordination(shared, member)
+        return Engine(settings, shared, member, catalogue, Course(), stream, coordination)
 
     def stream() -> Stream:
         return Stream(shared, Member(settings, addresses, namespace, shared, version="test", on_leave=print))

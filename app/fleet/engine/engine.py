@@ -15,6 +15,8 @@ from datetime import timedelta
 
 import psycopg
 
+from app.fleet.cluster import coordination
+from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
 from app.fleet.engine import recovery
@@ -46,6 +48,7 @@ class Engine:
         catalogue: Catalogue,
         course: Course,
         stream: Stream,
+        shared: Coordination,
     ) -> None:
         self.catalogue = catalogue
         self.triggers = Triggers(database, catalogue, stream.hub)
@@ -58,6 +61,7 @@ class Engine:
         self._database = database
         self._member = member
         self._hub = stream.hub
+        self._shared = shared
         self._feed_retention = timedelta(seconds=settings.feed_retention)
         member.on_death(recovery.TakeBack(database.namespace))
         member.on_lost(self.executor.drop)
@@ -82,7 +86,12 @@ class Engine:
             if (me := self._member.identity) is not None:
                 await announce(connection, self._database.namespace, me.id, self.catalogue.ids)
         # Tasks started from here on know whose actions `trigger` means.
+        self.enter()
+
+    def enter(self) -> None:
+        """Have the public functions mean this instance, in this task and those that it starts."""
         current.set(self.triggers)
+        coordination.current.set(self._shared)
 
     async def tell_members(self) -> None:
         """Have everyone look who is there; without it they find out within two seconds."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
 from app.fleet.engine.engine import Engine
@@ -32,10 +33,14 @@ class Context:
     _member: Member | None = None
     _engine: Engine | None = None
     _stream: Stream | None = None
+    _shared: Coordination | None = None
     _readiness: Readiness | None = None
 
-    def started(self, database: Database, member: Member, stream: Stream, engine: Engine) -> None:
-        self._database, self._member, self._stream, self._engine = database, member, stream, engine
+    def started(
+        self, database: Database, member: Member, shared: Coordination, stream: Stream, engine: Engine
+    ) -> None:
+        self._database, self._member, self._shared = database, member, shared
+        self._stream, self._engine = stream, engine
         self._readiness = Readiness(database, member)
 
     @property
@@ -49,6 +54,12 @@ class Context:
         if self._member is None:
             raise Unavailable("this instance is still starting")
         return self._member
+
+    @property
+    def shared(self) -> Coordination:
+        if self._shared is None:
+            raise Unavailable("this instance is still starting")
+        return self._shared
 
     @property
     def has_engine(self) -> bool:

@@ -27,7 +27,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.fleet.engine.trigger import current
 from app.fleet.errors import FleetError
 from app.fleet.http.context import Context
 from app.fleet.http.problems import KINDS, HttpError, PayloadTooLarge, problem
@@ -102,7 +101,7 @@ class Exchange:
         context = self._context
         token = request_id.set(self._id)
         if context.has_engine:
-            current.set(context.engine.triggers)
+            context.engine.enter()
         context.in_flight += 1
         try:
             self._check_declared_length()
