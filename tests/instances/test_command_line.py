@@ -3,9 +3,11 @@
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psycopg
 import pytest
 
 from app.fleet.db import embedded
@@ -99,8 +101,19 @@ def test_list_and_down_speak_of_instances_started_anywhere(fleet: Fleet) -> None
 def test_down_waits_for_a_frozen_instance_until_it_is_declared_gone(fleet: Fleet) -> None:
     ships = fleet.start(2)
     name = ships[0].me()["name"]
-    ships[0].freeze()
-    down = run("down", name, address=fleet.address)
+    asked = "SELECT FROM flotilla.instances WHERE name = %s AND drain_requested_at IS NOT NULL"
+    with (
+        psycopg.connect(fleet.address, autocommit=True) as session,
+        psycopg.connect(fleet.address) as verdict,
+        ThreadPoolExecutor() as pool,
+    ):
+        # While somebody has its row locked, nobody declares it gone: not before it was asked to leave.
+        verdict.execute("SELECT FROM flotilla.instances WHERE name = %s FOR KEY SHARE", [name])
+        ships[0].freeze()
+        asking = pool.submit(run, "down", name, address=fleet.address)
+        eventually(lambda: session.execute(asked, [name]).fetchone() is not None)
+        verdict.rollback()
+        down = asking.result()
     assert down.returncode == 0, down.stderr
     assert f"{name}: gone" in down.stdout
 
