@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 from app import __version__
 from app.fleet.errors import SettingsError
-from app.fleet.http import actions, events, health, metrics, problems, runs
+from app.fleet.http import actions, events, health, locks, metrics, problems, runs
 from app.fleet.http.auth import needs
 from app.fleet.http.context import Context
 from app.fleet.http.edge import Edge
@@ -44,6 +44,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.include_router(actions.router)
     app.include_router(runs.router)
     app.include_router(events.router)
+    app.include_router(locks.router)
     app.include_router(routes.router, dependencies=[Depends(needs())])
     return app
 

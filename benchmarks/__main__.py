@@ -10,6 +10,8 @@
     backlog      claims beside ten million finished runs, and under a held snapshot            ≤ 1.5 × an empty table
     streams      events written, and seen by clients elsewhere; 2,000 clients of two            ≥ 20,000/s; p50 ≤ 8 ms;
                  instances following 200 runs; memory of a client                              p99 ≤ 250 ms; ≤ 60 KB
+    locks        a lock that nobody else wants, one that a hundred want on three instances,    p50 ≤ 2 ms; p99 ≤ 20 ms;
+                 and a thousand held by one                                                    one renewal a beat
     idle         statements per second of 1, 5 and 20 instances without work                   ≤ 2 follower, ≤ 10 leader
     takeover     SIGKILL of an instance until it is declared gone, and until another leads     p99 ≤ 500 ms
     outage       everyone ready again after the database was away; a frozen instance gone      ≤ 3 s, ≤ 7 s
@@ -23,7 +25,20 @@ import argparse
 import logging
 import time
 
-from benchmarks import backlog, idle, insert, latency, outage, punctual, rescue, start, streams, takeover, throughput
+from benchmarks import (
+    backlog,
+    idle,
+    insert,
+    latency,
+    locks,
+    outage,
+    punctual,
+    rescue,
+    start,
+    streams,
+    takeover,
+    throughput,
+)
 from benchmarks.conditions import two_cores
 
 ALL = {
@@ -34,6 +49,7 @@ ALL = {
     "rescue": rescue.run,
     "backlog": backlog.run,
     "streams": streams.run,
+    "locks": locks.run,
     "idle": idle.run,
     "takeover": takeover.run,
     "outage": outage.run,

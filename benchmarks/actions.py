@@ -3,8 +3,9 @@
 import asyncio
 import random
 import time
+from contextlib import AsyncExitStack
 
-from app.fleet import Run, action
+from app.fleet import Run, action, lock
 from benchmarks import marks
 
 
@@ -47,3 +48,37 @@ async def tick(run: Run) -> None:
     for _ in range(run.payload["events"]):
         await run.emit("tick", time.monotonic_ns())
         await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+
+
+@action("lock-alone")
+async def lock_alone(run: Run) -> list[float]:
+    """Take a lock that nobody else wants, again and again; return how long each time took."""
+    taken = []
+    for _ in range(run.payload["samples"]):
+        began = time.monotonic()
+        async with lock("alone"):
+            pass
+        taken.append(time.monotonic() - began)
+    return taken
+
+
+@action("contend")
+async def contend(run: Run) -> list[tuple[int, int]]:
+    """Take a lock that all want; return when each turn began and ended."""
+    turns = []
+    await asyncio.sleep(max(0.0, run.payload["at"] - time.monotonic()))
+    for _ in range(run.payload["turns"]):
+        async with lock("wanted"):
+            began = time.monotonic_ns()
+            await asyncio.sleep(0)
+            turns.append((began, time.monotonic_ns()))
+    return turns
+
+
+@action("hold-many")
+async def hold_many(run: Run) -> None:
+    """Hold so many locks at once."""
+    async with AsyncExitStack() as stack:
+        for number in range(run.payload["locks"]):
+            await stack.enter_async_context(lock(f"one-of-many-{number}"))
+        await asyncio.sleep(run.payload["seconds"])

@@ -3,11 +3,25 @@
 This page is the public API. A service author imports from here; everything below may change.
 """
 
+from app.fleet.cluster.coordination import lock
+from app.fleet.cluster.locks import Held
+from app.fleet.cluster.singletons import singleton
 from app.fleet.engine.actions import Action, action
 from app.fleet.engine.following import follow, result
 from app.fleet.engine.run import Run
 from app.fleet.engine.trigger import Order, session, trigger, trigger_many
-from app.fleet.errors import AlreadyActive, Fenced, FleetError, GiveUp, PayloadInvalid, RunFailed, TryAgain
+from app.fleet.errors import (
+    AlreadyActive,
+    Fenced,
+    FleetError,
+    GiveUp,
+    LockCycle,
+    LockLost,
+    LockTaken,
+    PayloadInvalid,
+    RunFailed,
+    TryAgain,
+)
 from app.fleet.http.session import InSession
 from app.fleet.settings import FleetSettings
 
@@ -18,7 +32,11 @@ __all__ = [
     "FleetError",
     "FleetSettings",
     "GiveUp",
+    "Held",
     "InSession",
+    "LockCycle",
+    "LockLost",
+    "LockTaken",
     "Order",
     "PayloadInvalid",
     "Run",
@@ -26,8 +44,10 @@ __all__ = [
     "TryAgain",
     "action",
     "follow",
+    "lock",
     "result",
     "session",
+    "singleton",
     "trigger",
     "trigger_many",
 ]

@@ -28,6 +28,12 @@
     │   ├── EventUnknown                a run, or the feed, has no event of that number yet
     │   ├── FeedOff                     the feed is switched off
     │   └── RunNotReady                 the run is not in a state for that
+    ├── LockError                       a lock is not to be had, or not any more
+    │   ├── LockInvalid                 a name, a ttl or another option that cannot be
+    │   ├── LockTaken                   it was not free within the time to wait
+    │   ├── LockCycle                   who holds it waits for this very task; or this task has it already
+    │   ├── LockLost                    it is somebody else's by now, or may be
+    │   └── LockUnknown                 nobody holds a lock of this name
     ├── RunFailed                       a run that somebody waited for ended, and not well
     ├── Fenced                          this attempt was superseded; nothing it writes counts any more
     ├── GiveUp                          raised by an action: fail now, another attempt would not help
@@ -160,6 +166,30 @@ class FeedOff(EngineError):
 
 class RunNotReady(EngineError):
     pass
+
+
+class LockError(FleetError):
+    pass
+
+
+class LockInvalid(LockError):
+    exit_code = 2
+
+
+class LockTaken(LockError):
+    pass
+
+
+class LockCycle(LockError):
+    pass
+
+
+class LockLost(LockError):
+    pass
+
+
+class LockUnknown(LockError):
+    exit_code = 5
 
 
 class RunFailed(FleetError):

@@ -6,7 +6,8 @@ requests into nothing. So start-up puts a handler before uvicorn's. It raises th
 still open, and only then lets uvicorn have the signal. This is the same under plain `uvicorn app.main:app`, in each
 process of `--workers N`, and under `flotilla serve`.
 
-    signal, or `flotilla down`           1 flag        readiness 503, leadership handed on, streams told to end
+    signal, or `flotilla down`           1 flag        readiness 503, leadership and singletons handed on, streams told
+                                                       to end
       wait DRAIN_DELAY                   2 drain       listener still open; load balancers notice
       uvicorn has the signal             .             listener closed; requests in flight finish
     lifespan's end                       3 scheduler
@@ -120,7 +121,8 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     await member.start()
 
     await engine.synchronise()
-    for service in (*shared.services, *stream.services, *engine.services):
+    shared.singletons.declare(catalogue.singletons)
+    for service in (*shared.services, *stream.services, *engine.services, shared.singletons):
         services.append(service)
         await service.start()
 
@@ -133,7 +135,7 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     await engine.tell_members()
     context.course.ready()
     log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.place)
-    return Shutdown(context, signals, database=database, member=member, stream=stream, engine=engine)
+    return Shutdown(context, signals, database=database, member=member, shared=shared, stream=stream, engine=engine)
 
 
 async def undo(services: Sequence[Service]) -> None:
@@ -165,6 +167,7 @@ class Shutdown:
         *,
         database: Database,
         member: Member,
+        shared: Coordination,
         stream: Stream,
         engine: Engine,
     ) -> None:
@@ -172,6 +175,7 @@ class Shutdown:
         self._context = context
         self._signals = signals
         self._member = member
+        self._shared = shared
         self._stream = stream
         self._engine = engine
         self._delay = 0.0 if signals.reloading else settings.drain_delay_seconds
@@ -248,10 +252,12 @@ class Shutdown:
         # In this order, so that nobody sees a leader hand over who is not said to be leaving.
         await self._member.announce(Phase.DRAINING)
         self._member.step_down()
+        await self._shared.singletons.stop()
 
     async def _pause(self) -> None:
         await self._engine.pause()
         await self._stream.stop()
+        await self._shared.locks.stop()
 
     async def _drain(self) -> None:
         """Wait for load balancers to notice, let the server close its listener, and see the last request out."""

@@ -22,6 +22,7 @@ FIGURES = {
         "memory of an idle client",
         "complete and in order for each client: kept",
     ),
+    "locks": ("uncontended, taken and released", "handed over", "one statement per heartbeat"),
     "idle": ("a follower/s", "each follower ≤ 2"),
     "takeover": ("SIGKILL of the leader → a new leader",),
     "outage": ("same ids: True; false deaths: 0",),

@@ -18,9 +18,10 @@ from app.fleet.phase import Course
 from app.fleet.service import Service
 from app.fleet.stream.stream import Stream
 from app.settings import Settings
+from tests.support.trial_singletons import beacon
 
 pytestmark = pytest.mark.anyio
-KINDS = ["pool", "member", "relay", "hub", "executor", "lookout", "retention", "scheduler"]
+KINDS = ["pool", "member", "locks", "singletons", "relay", "hub", "executor", "lookout", "retention", "scheduler"]
 
 
 @pytest.fixture
@@ -36,11 +37,17 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
     def engine() -> Engine:
         member = Member(settings, addresses, namespace, shared, version="test", on_leave=print)
         catalogue = Catalogue.load(["tests.support.trial_actions"])
-        stream, coordination = Stream(shared, member), Coordination(shared, member)
-        return Engine(settings, shared, member, catalogue, Course(), stream, coordination)
+        return Engine(
+            settings, shared, member, catalogue, Course(), Stream(shared, member), Coordination(shared, member)
+        )
 
     def stream() -> Stream:
         return Stream(shared, Member(settings, addresses, namespace, shared, version="test", on_leave=print))
+
+    def coordination() -> Coordination:
+        made = Coordination(shared, Member(settings, addresses, namespace, shared, version="test", on_leave=print))
+        made.singletons.declare([beacon])
+        return made
 
     def build(kind: str) -> Service:
         match kind:
@@ -50,6 +57,8 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
                 return Member(settings, addresses, namespace, shared, version="test", on_leave=print)
             case "relay" | "hub":
                 return cast("Service", getattr(stream(), kind))
+            case "locks" | "singletons":
+                return cast("Service", getattr(coordination(), kind))
             case _:
                 return cast("Service", getattr(engine(), kind))
 

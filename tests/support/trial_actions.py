@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from app.fleet import FleetError, GiveUp, Run, RunFailed, TryAgain, action, result, session, trigger
+from app.fleet import FleetError, GiveUp, LockLost, Run, RunFailed, TryAgain, action, lock, result, session, trigger
 
 EFFECTS = "CREATE TABLE public.effects (run_id bigint, attempt int, token bigint, instance text, note text)"
 EFFECT = text("INSERT INTO public.effects VALUES (:run, :attempt, :token, :instance, :note)")
@@ -245,3 +245,42 @@ async def emit_badly(run: Run) -> list[str]:
         refused.append(str(error))
     await run.emit("still-here")
     return refused
+
+
+@action("note-under-lock")
+async def note_under_lock(run: Run) -> int:
+    """Leave an effect with a lock's token; `late` does so when the lock is lost, whatever its cancellation says."""
+    async with lock("trial", ttl="3s", on_loss="tell") as held:
+        if run.payload.get("late") and run.attempt == 1:
+            while not held.lost.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await held.lost.wait()
+        async with session() as transaction:
+            await transaction.execute(EFFECT, {**effect(run, "locked"), "token": held.token})
+            if run.payload.get("guarded", True):
+                await held.guard(transaction)
+        return held.token
+
+
+@action("hold-lock")
+async def hold_lock(run: Run) -> str:
+    """Hold a lock for long; an attempt after the first has nothing to do."""
+    if run.attempt > 1:
+        return "another held it"
+    async with lock("trial"):
+        await asyncio.sleep(3600)
+    return "held it"
+
+
+@action("strike")
+async def strike(run: Run) -> None:
+    """Take a lock again and again, and leave a guarded effect each time; what was lost on the way is tried again."""
+    done = run.state or 0
+    while done < run.payload["times"]:
+        with contextlib.suppress(LockLost):
+            async with lock("trial", ttl="3s") as held, session() as transaction:
+                await transaction.execute(EFFECT, {**effect(run, "struck"), "token": held.token})
+                await held.guard(transaction)
+                done += 1
+        if done % 10 == 0:
+            await run.checkpoint(done)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fleet.engine.schedule import HARDLY_LATE, Schedule, seconds, written
+from app.fleet.duration import seconds, written
+from app.fleet.engine.schedule import HARDLY_LATE, Schedule
 
 BERLIN = "Europe/Berlin"
 

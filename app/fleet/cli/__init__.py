@@ -5,7 +5,7 @@
     2  wrong usage, a setting is wrong, or a payload does not fit
     3  an instance refused to start
     4  the database cannot be used as it is
-    5  no such instance, action or run
+    5  no such instance, action, run or lock
 
 One file per noun; this one is the table of contents. The commands speak with PostgreSQL alone and not with an instance,
 so that they work from anywhere, and on a day when no instance does.
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import typer
 
-from app.fleet.cli import actions, database, instances, keys, runs, trigger
+from app.fleet.cli import actions, database, instances, keys, locks, runs, trigger
 from app.fleet.cli.terminal import warn
 from app.fleet.errors import FleetError
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     name="flotilla",
     help="Start instances here, see them anywhere, ask any of them to leave; see actions, and have them run.",
     epilog="Exit codes: 0 done · 1 failed, or doctor found a problem · 2 wrong usage, setting or payload · "
-    "3 an instance refused to start · 4 the database cannot be used · 5 no such instance, action or run",
+    "3 an instance refused to start · 4 the database cannot be used · 5 no such instance, action, run or lock",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -36,6 +36,8 @@ app.command()(instances.down)
 app.add_typer(actions.app, name="actions")
 app.command(name="trigger")(trigger.trigger_command)
 app.add_typer(runs.app, name="runs")
+app.command(name="locks")(locks.locks)
+app.command()(locks.release)
 app.command()(database.migrate)
 app.command()(database.doctor)
 app.command()(keys.key)

@@ -32,7 +32,7 @@ from typing import Any
 
 import psycopg
 
-from app.fleet.cluster.registry import Identity, Register, Registration
+from app.fleet.cluster.registry import Identity, Register, Registration, Session
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.errors import FleetError
 from app.fleet.telemetry.logs import events, redact
@@ -65,6 +65,8 @@ class Callbacks:
     on_refused: Callable[[FleetError], None] = nothing
     on_linked: Callable[[], None] = nothing
     on_notification: Callable[[str], None] = nothing
+    # After an answered heartbeat, with the session: for what must be renewed as often. It may ask, and must be quick.
+    on_beat: Callable[[Session, Identity], None] = nothing
 
 
 @dataclass
@@ -237,6 +239,7 @@ class Link:
             self._drain_told = True
             log.info("instance.asked_to_leave", reason=reason)
             self._tell.on_drain_requested(reason or "requested")
+        self._tell.on_beat(session, self._identity)
 
     def _listen(self, session: DirectSession, until: float) -> None:
         """Wait for notifications, a poke, or the next beat."""

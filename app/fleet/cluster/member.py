@@ -11,15 +11,23 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 
-from app.fleet.cluster.anomalies import Anomaly, find_anomalies
 from app.fleet.cluster.leader import Leader
 from app.fleet.cluster.link import DROP_PATIENCE, Callbacks, Figures, Link
-from app.fleet.cluster.registry import DeathHook, Identity, Instance, Register, Registration, list_instances
+from app.fleet.cluster.registry import (
+    DeathHook,
+    Identity,
+    Instance,
+    Register,
+    Registration,
+    Session,
+    list_instances,
+)
 from app.fleet.db import preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.dsn import Addresses
@@ -44,6 +52,8 @@ def sessions(settings: FleetSettings) -> int:
 
 
 LostHook = Callable[[Identity], Awaitable[None]]
+# Called in the link's thread, after each heartbeat, with the link's session.
+BeatHook = Callable[[Session, Identity], None]
 
 
 class Member(Service):
@@ -69,6 +79,7 @@ class Member(Service):
         self._lost_hooks: list[LostHook] = []
         self._elected_hooks: list[Callable[[], None]] = []
         self._linked_hooks: list[Callable[[], None]] = []
+        self._beat_hooks: list[BeatHook] = []
         self._listeners: dict[str, Callable[[str], None]] = {}
         self._running: Callable[[], int] = lambda: 0
         self._shutdown_record: list[dict[str, Any]] = []
@@ -96,6 +107,7 @@ class Member(Service):
             on_refused=lambda error: self._in_loop(self._on_leave, str(error)),
             on_notification=lambda payload: self._in_loop(self._notified, payload),
             on_linked=self._linked,
+            on_beat=self._beaten,
         )
         self._link = Link(addresses.direct, self._register, wanted, callbacks, running=self._count)
         self._leader = Leader(addresses.direct, self._register, self._link, self._elected)
@@ -115,6 +127,10 @@ class Member(Service):
         """Be told when the link is up, at first or again: notifications may have been lost."""
         self._linked_hooks.append(hook)
 
+    def on_beat(self, hook: BeatHook) -> None:
+        """Renew something with each heartbeat, in one statement and only if there is anything to renew."""
+        self._beat_hooks.append(hook)
+
     def on_notification(self, kind: str, listener: Callable[[str], None]) -> None:
         """Hear the notifications `kind:rest`; the listener is given the rest."""
         self._listeners[kind] = listener
@@ -128,6 +144,14 @@ class Member(Service):
     @property
     def identity(self) -> Identity | None:
         return self._link.identity
+
+    @property
+    def hostname(self) -> str:
+        return self._wanted.hostname
+
+    @property
+    def pid(self) -> int:
+        return self._wanted.pid
 
     @property
     def leading(self) -> bool:
@@ -148,8 +172,10 @@ class Member(Service):
     async def instances(self) -> list[Instance]:
         return await list_instances(self._database)
 
-    async def anomalies(self, instances: Sequence[Instance]) -> list[Anomaly]:
-        return await find_anomalies(self._database, instances)
+    def in_loop(self, what: Callable[[], object]) -> None:
+        """Have the event loop call it; for what the link's thread has to tell."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what)
 
     async def announce(self, phase: Phase) -> None:
         """Have the register say so; if the database is away, it will as soon as it can be told."""
@@ -215,6 +241,10 @@ class Member(Service):
     def _count(self) -> int:
         return self._running()
 
+    def _beaten(self, session: Session, me: Identity) -> None:
+        for hook in self._beat_hooks:
+            hook(session, me)
+
     def _elected(self) -> None:
         self._call(self._elected_hooks)
 
@@ -223,7 +253,7 @@ class Member(Service):
 
     def _call(self, hooks: Sequence[Callable[[], None]]) -> None:
         for hook in hooks:
-            self._in_loop(lambda _, hook=hook: hook(), "")  # type: ignore[misc]
+            self.in_loop(hook)
 
     def _notified(self, payload: str) -> None:
         kind, _, rest = payload.partition(":")
@@ -231,8 +261,7 @@ class Member(Service):
             listener(rest)
 
     def _in_loop(self, what: Callable[[str], None], text: str) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(what, text)
+        self.in_loop(partial(what, text))
 
     def _write_final_record(self, identifier: int) -> None:
         try:

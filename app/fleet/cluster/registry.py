@@ -136,7 +136,8 @@ SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.
            WHERE l.locktype = 'relation' AND l.granted AND l.mode = 'ExclusiveLock' AND l.pid = i.turn_pid
              AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
              AND l.relation = to_regclass('{schema}.leader_turn')
-       ) AS leader
+       ) AS leader,
+       ARRAY(SELECT l.name FROM {schema}.service_locks AS l WHERE l.instance_id = i.id ORDER BY l.name) AS locks
 FROM {schema}.instances AS i
 WHERE i.state <> 'gone' OR i.gone_at > clock_timestamp() - interval '10 minutes'
 ORDER BY i.id
@@ -218,6 +219,8 @@ class Instance:
     gone_reason: str | None
     shutdown: list[dict[str, Any]] | None
     leader: bool
+    # The names of those it holds.
+    locks: Sequence[str]
 
     @property
     def living(self) -> bool:

@@ -82,6 +82,62 @@ instances = Table(
     postgresql_with={"fillfactor": "50"},
 )
 
+# A row for each name that was ever locked, held or not: its token never starts again.
+service_locks = Table(
+    "service_locks",
+    metadata,
+    Column("name", Text, primary_key=True),
+    # Moved on each time somebody is let in; whatever is guarded by an older one is refused.
+    Column("token", BigInteger, nullable=False),
+    # Who holds it; null if nobody does. The name, the host and the process are for operators.
+    Column("instance_id", Integer),
+    Column("instance", Text),
+    Column("hostname", Text),
+    Column("pid", Integer),
+    # The request or the run.
+    Column("holder", Text),
+    # Its place in the queue, if it came from there.
+    Column("waiter", BigInteger),
+    Column("ttl", Interval),
+    Column("acquired_at", DateTime(timezone=True)),
+    Column("renewed_at", DateTime(timezone=True)),
+    Column("expires_at", DateTime(timezone=True)),
+    # Those that are held: few, of a table in which every name stays.
+    Index("service_locks_held", "instance_id", postgresql_where=text("instance_id IS NOT NULL")),
+    # Renewed every second, and no indexed column is touched by it.
+    postgresql_with={"fillfactor": "50"},
+)
+
+# The queue at a lock, in the order of `id`. An instance's death takes its rows away.
+lock_waiters = Table(
+    "lock_waiters",
+    metadata,
+    Column("id", BigInteger, Identity(), primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("instance_id", Integer, nullable=False),
+    Column("holder", Text),
+    Column("ttl", Interval, nullable=False),
+    # What the one who waits holds meanwhile: how those who wait for each other are found out.
+    Column("held", ARRAY(Text), nullable=False),
+    Index("lock_waiters_name", "name", "id"),
+)
+
+# Locks that an operator released although somebody held them: who, and why.
+lock_releases = Table(
+    "lock_releases",
+    metadata,
+    Column("id", BigInteger, Identity(), primary_key=True),
+    Column("name", Text, nullable=False),
+    # The token that was taken away.
+    Column("token", BigInteger, nullable=False),
+    Column("instance", Text, nullable=False),
+    Column("holder", Text),
+    Column("acquired_at", DateTime(timezone=True), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("released_by", Text, nullable=False),
+    Column("released_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+)
+
 # What the code declared last, so that every instance schedules and limits by the same words, whatever release it runs.
 actions = Table(
     "actions",

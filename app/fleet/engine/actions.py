@@ -20,13 +20,15 @@ import typing
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Generic, Self, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
+from app.fleet.cluster.singletons import Singleton
+from app.fleet.duration import Duration, seconds, written
 from app.fleet.engine.run import P, Run
-from app.fleet.engine.schedule import LONGEST, Duration, Misfire, Overlap, Schedule, seconds, written
+from app.fleet.engine.schedule import LONGEST, Misfire, Overlap, Schedule
 from app.fleet.errors import ActionInvalid, ActionUnknown, PayloadInvalid, SettingsError
 
 Handler = Callable[[Any], Any]
@@ -270,28 +272,30 @@ def payload_type(handler: Handler) -> Any:
 # -- finding them -----------------------------------------------------------------------------------------------------
 
 
+Declared = TypeVar("Declared", Action[Any], Singleton)
+
+
 class Catalogue:
     """The actions of this instance's code, by name; by id once they are in the database (`synchronise.py`)."""
 
-    def __init__(self, actions: Mapping[str, Action[Any]]) -> None:
+    def __init__(self, actions: Mapping[str, Action[Any]], singletons: Mapping[str, Singleton] | None = None) -> None:
         self._by_name = dict(actions)
+        self.singletons = list((singletons or {}).values())
         self._by_id: dict[int, Action[Any]] = {}
         self._ids: dict[str, int] = {}
 
     @classmethod
     def load(cls, modules: Sequence[str]) -> Self:
         """Import these modules, packages with all they contain, and take their actions."""
-        found: dict[str, Action[Any]] = {}
+        actions: dict[str, Action[Any]] = {}
+        singletons: dict[str, Singleton] = {}
         for module in (each for name in modules for each in imported(name)):
             for value in vars(module).values():
-                if not isinstance(value, Action):
-                    continue
-                other = found.setdefault(value.name, value)
-                if other is not value:
-                    raise ActionInvalid(
-                        f"two actions are called {value.name!r}: {other.place} and {value.place}; rename one"
-                    )
-        return cls(found)
+                if isinstance(value, Action):
+                    keep(actions, value, "two actions are called")
+                elif isinstance(value, Singleton):
+                    keep(singletons, value, "two singletons are called")
+        return cls(actions, singletons)
 
     def __iter__(self) -> Iterator[Action[Any]]:
         return iter(self._by_name.values())
@@ -329,6 +333,12 @@ class Catalogue:
             return self._by_name[name]
         except KeyError:
             raise ActionUnknown(f"there is no action {name!r}: `flotilla actions` or GET /actions lists them") from None
+
+
+def keep(found: dict[str, Declared], value: Declared, two_are_called: str) -> None:
+    other = found.setdefault(value.name, value)
+    if other is not value:
+        raise ActionInvalid(f"{two_are_called} {value.name!r}: {other.place} and {value.place}; rename one")
 
 
 def imported(name: str) -> Iterator[ModuleType]:

@@ -24,10 +24,11 @@ from psycopg.rows import dict_row
 
 from app.fleet.db.namespace import Lock, Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.duration import written
 from app.fleet.engine import runs
 from app.fleet.engine.actions import NAME, Catalogue
 from app.fleet.engine.runs import RunRecord
-from app.fleet.engine.schedule import Misfire, Overlap, Schedule, written
+from app.fleet.engine.schedule import Misfire, Overlap, Schedule
 from app.fleet.engine.telling import tell
 from app.fleet.errors import ActionUnknown
 

@@ -23,6 +23,8 @@ from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
 
+from app.fleet.duration import Duration, seconds, written
+
 Misfire = Literal["once", "all", "skip"]
 Overlap = Literal["skip", "queue", "allow"]
 
@@ -31,31 +33,7 @@ HARDLY_LATE = 10.0
 AT_ONCE = 100
 SHORTEST = 0.1
 LONGEST = 366 * 86400.0
-UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
 TEXT = re.compile(r"(?:every (?P<every>\S+)|cron (?P<cron>.+) in (?P<zone>\S+?))(?: jitter (?P<jitter>\S+))?")
-
-Duration = str | float | timedelta
-
-
-def seconds(duration: Duration) -> float:
-    """Read a duration: seconds, a timedelta, or a text such as `90s`, `1h30m`, `500ms`."""
-    if isinstance(duration, timedelta):
-        return duration.total_seconds()
-    if isinstance(duration, int | float) and not isinstance(duration, bool):
-        return float(duration)
-    text = str(duration).replace(" ", "")
-    if not re.fullmatch(rf"(?:{PART.pattern})+", text):
-        raise ValueError(f"{duration!r} is not a duration: write it like '30s', '5m', '1h30m' or '500ms'")
-    return sum(float(amount) * UNITS[unit] for amount, unit in PART.findall(text))
-
-
-def written(duration: float) -> str:
-    """Write a duration the way it can be read again."""
-    for unit in ("d", "h", "m"):
-        if duration >= UNITS[unit] and duration % UNITS[unit] == 0:
-            return f"{duration / UNITS[unit]:.0f}{unit}"
-    return f"{duration:.12g}s" if duration >= 1 or duration == 0 else f"{duration * 1000:.12g}ms"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ everything is open. Probes are open always, and say their status only.
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Annotated
@@ -14,7 +15,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 
-from app.fleet.http.context import InContext
+from app.fleet.http.context import Context, InContext
 from app.fleet.http.problems import Forbidden, Unauthorized
 from app.fleet.settings import KEY, FleetSettings, Scope
 
@@ -36,13 +37,18 @@ def digest(key: str) -> str:
 
 def scope_of(settings: FleetSettings, key: str) -> Scope | None:
     """Return what a key may do. Every line is compared, in constant time, whatever matches."""
-    given = digest(key)
-    found: Scope | None = None
+    found = line_of(settings, digest(key))
+    return found["scope"] if found is not None else None  # type: ignore[return-value]  # the pattern allows these only
+
+
+def line_of(settings: FleetSettings, given: str) -> re.Match[str] | None:
+    """Return the line of a key, by its digest."""
+    found = None
     for line in settings.api_keys:
         parts = KEY.fullmatch(line.get_secret_value())
         assert parts is not None
         if hmac.compare_digest(parts["digest"], given):
-            found = parts["scope"]  # type: ignore[assignment]  # the pattern allows the three scopes only
+            found = parts
     return found
 
 
@@ -82,3 +88,10 @@ def key_of(request: Request) -> str | None:
     """Return what tells the keys of requests apart; None where there are no keys."""
     key: str | None = request.state.key
     return key
+
+
+def name_of_key(context: Context, request: Request) -> str | None:
+    """Return what the key of a request is called, for what is written down."""
+    key = key_of(request)
+    found = line_of(context.settings, key) if key is not None else None
+    return found["name"] if found is not None else None

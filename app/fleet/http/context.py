@@ -36,9 +36,7 @@ class Context:
     _shared: Coordination | None = None
     _readiness: Readiness | None = None
 
-    def started(
-        self, database: Database, member: Member, shared: Coordination, stream: Stream, engine: Engine
-    ) -> None:
+    def started(self, database: Database, member: Member, shared: Coordination, stream: Stream, engine: Engine) -> None:
         self._database, self._member, self._shared = database, member, shared
         self._stream, self._engine = stream, engine
         self._readiness = Readiness(database, member)

@@ -11,6 +11,7 @@ from uuid import UUID
 from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
+from app.fleet.cluster.anomalies import find_anomalies
 from app.fleet.cluster.registry import Instance
 from app.fleet.http.auth import needs
 from app.fleet.http.context import InContext
@@ -42,7 +43,7 @@ class InstanceView(BaseModel):
     heartbeat_age_ms: int
     leader: bool
     running: int
-    locks: list[str] = []
+    locks: list[str]
     workspace: str | None
     gone_at: datetime | None
     gone_reason: str | None
@@ -94,7 +95,7 @@ async def instances(context: InContext) -> InstancesView:
         self=identity.name if identity else None,
         leader=next((row.name for row in rows if row.leader), None),
         instances=[view(row) for row in rows],
-        anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await member.anomalies(rows)],
+        anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await find_anomalies(context.database, rows)],
     )
 
 

@@ -56,6 +56,11 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_streams_followed_runs": context.stream.hub.followed,
         "flotilla_streams_reads_total": context.stream.hub.reads,
         "flotilla_streams_notifications_total": context.stream.relay.sent,
+        "flotilla_locks_held": context.shared.locks.held,
+        "flotilla_locks_waiting": context.shared.locks.waiting,
+        "flotilla_locks_taken_total": context.shared.locks.taken,
+        "flotilla_locks_lost_total": context.shared.locks.lost,
+        "flotilla_locks_refused_total": context.shared.locks.refused,
         "flotilla_requests_in_flight": context.in_flight,
         "flotilla_shutdown_step_seconds": {(step,): seconds for step, seconds in context.shutdown_seconds.items()},
     }

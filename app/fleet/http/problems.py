@@ -30,6 +30,10 @@ from app.fleet.errors import (
     FleetError,
     KeyInFlight,
     KeyReused,
+    LockError,
+    LockInvalid,
+    LockTaken,
+    LockUnknown,
     PayloadInvalid,
     RunNotReady,
     RunUnknown,
@@ -70,6 +74,12 @@ KINDS = {
             "method-not-allowed", 405, "This path does not take that method", "The `Allow` header lists what it takes."
         ),
         Kind("conflict", 409, "It conflicts with what is there", "Look at what `detail` names, then decide."),
+        Kind(
+            "locked",
+            409,
+            "Somebody else holds the lock for this",
+            "`detail` says who. Send it again after the seconds in `Retry-After`.",
+        ),
         Kind(
             "key-in-flight",
             409,
@@ -245,6 +255,19 @@ async def on_engine_error(request: Request, error: Exception) -> Problem:
     return problem(request, KINDS[slug], str(error), headers=headers, **extra)
 
 
+async def on_lock_error(request: Request, error: Exception) -> Problem:
+    """A lock is not to be had, or was lost: whether in a route of yours or in ours."""
+    assert isinstance(error, LockError)
+    if isinstance(error, LockUnknown):
+        return problem(request, KINDS["not-found"], str(error))
+    if isinstance(error, LockTaken):
+        return problem(request, KINDS["locked"], str(error), headers={"Retry-After": "1"})
+    if isinstance(error, LockInvalid):
+        return problem(request, KINDS["invalid"], str(error), errors=[])
+    log.error("request.failed", error=error, method=request.method, path=request.url.path)
+    return await on_unexpected(request, error)
+
+
 async def on_database_error(request: Request, error: Exception) -> Problem:
     """A database that is away is 503, and the client may try again; anything else of it is our mistake."""
     cause = error.orig if isinstance(error, DBAPIError) else error
@@ -268,6 +291,7 @@ HANDLERS = {
     HTTPException: on_http_exception,
     RequestValidationError: on_invalid,
     EngineError: on_engine_error,
+    LockError: on_lock_error,
     DatabaseAway: on_database_error,
     psycopg.Error: on_database_error,
     DBAPIError: on_database_error,

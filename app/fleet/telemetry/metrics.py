@@ -52,6 +52,11 @@ DEFINITIONS = (
     Definition("flotilla_streams_followed_runs", "gauge", "Runs that somebody follows at this instance"),
     Definition("flotilla_streams_reads_total", "counter", "Reads for all who follow something here"),
     Definition("flotilla_streams_notifications_total", "counter", "Notifications sent for those who follow, anywhere"),
+    Definition("flotilla_locks_held", "gauge", "Locks held on this instance, those of its singletons included"),
+    Definition("flotilla_locks_waiting", "gauge", "Those who wait for a lock on this instance"),
+    Definition("flotilla_locks_taken_total", "counter", "Locks this instance was given"),
+    Definition("flotilla_locks_lost_total", "counter", "Locks it lost while they were held"),
+    Definition("flotilla_locks_refused_total", "counter", "Transactions refused because their lock was lost"),
     Definition("flotilla_requests_in_flight", "gauge", "HTTP requests being answered, streams included"),
     Definition("flotilla_shutdown_step_seconds", "gauge", "How long a step of the shutdown took", ("step",)),
 )

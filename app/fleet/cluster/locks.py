@@ -1,0 +1,681 @@
+"""Locks with a name, held by one task in the whole cluster, each time with a token that nobody had before.
+
+    async with lock("reports", ttl="10s", wait="30s") as held:
+        async with session() as transaction:
+            await held.guard(transaction)       # commits only while the lock is ours
+            …
+
+A lock is a row of `service_locks`. The row outlives the lock, so that its token only ever grows. It is free when nobody
+has it, when whoever has it has not renewed it for its `ttl`, and when its instance is gone. What it promises:
+
+- Of what is guarded, nothing commits after something that was guarded with a later token, whoever was frozen, cut off
+  or overtaken in between. `guard` locks the row FOR KEY SHARE if it still has the token, and whatever moves the token
+  takes the row FOR UPDATE first: not before the guarded transaction has ended.
+- It is not kept from the living by the dead. The transaction of an instance's death passes its locks on.
+- It is passed on to whoever waits longest, in the very statement that releases it, and a notification tells that one.
+  Newcomers do not overtake those who wait in the queue (`lock_waiters`).
+- A holder stops before the server may let another in: its body is cancelled as soon as the link does not hold any more,
+  or the lock was not renewed, was released by an operator, or was taken over.
+
+All locks of an instance are renewed by one statement after a heartbeat, in the link's thread, so that a body which
+blocks the event loop keeps its lock. An instance that holds none asks nothing.
+
+    what happens                             the lock is free                  the body
+    it ends, or raises                       at once                           has ended
+    its process is killed                    with the verdict, in a fraction   is gone
+                                             of a second
+    it is frozen, or cut off                 after `ttl`, or with the verdict  is cancelled before, or when it thaws
+    its link breaks for less than `HOLD_ON`  not at all                        goes on
+    an operator releases it                  at once                           is cancelled
+    the release cannot be written            as soon as it can, at the latest  has ended
+                                             after `ttl`
+    the answer to taking it is lost          after `ttl`: nobody renews it     does not begin
+
+No statement here waits for a row that somebody has locked, the operator's excepted: it may be a guarded transaction of
+the caller's own. What had to be skipped, and what no notification told, is seen by `LOOK`, soon at first and then ever
+more rarely.
+
+Lock order: locks by name, then those who wait, then their instances; the last two are skipped where they are taken.
+
+What it does not promise: that nobody acts on what is not guarded. A body that is cancelled may take its time, and what
+it sends outside may arrive after its successor's. Send the token along.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import psycopg
+
+from app.fleet.cluster.link import clock
+from app.fleet.cluster.member import Member
+from app.fleet.cluster.registry import Identity, Session
+from app.fleet.db.pool import Database
+from app.fleet.db.statements import Place, fetch
+from app.fleet.duration import written
+from app.fleet.errors import DatabaseError, LockCycle, LockLost, LockTaken
+from app.fleet.service import Service, let_go, woken
+from app.fleet.telemetry.logs import events
+
+Answer = TypeVar("Answer")
+OnLoss = Literal["cancel", "tell"]
+
+NAME_MOST = 200
+# A holder gives up on its own `PATIENCE` after its last heartbeat; nobody else may be let in before that.
+TTL_LEAST = 3.0
+TTL_MOST = 3600.0
+# How long a link may be broken before the bodies are cancelled. Less than the grace before a verdict.
+HOLD_ON = 0.1
+TICK = 0.05
+# How soon one who waits looks, although nobody told: at first, and in the end.
+LOOK_FIRST = 0.05
+LOOK_MOST = 5.0
+GROWTH = 2.0
+AGAIN = 0.25
+AFTER_DEFECT = 1.0
+
+log = events(__name__)
+
+# Told by what is there, never by what is not: an instance that has only just joined may not be visible yet.
+FREE = """(
+    l.instance_id IS NULL OR l.expires_at <= clock_timestamp()
+    OR EXISTS (SELECT FROM {schema}.instances AS g WHERE g.id = l.instance_id AND g.state = 'gone')
+)"""
+
+# Whoever declares this instance gone waits for this to commit, and then finds what it took (as in `claim.py`).
+ALIVE = "SELECT id FROM {schema}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE"
+
+HOLDER = """instance_id = %(me)s, instance = %(instance)s, hostname = %(hostname)s, pid = %(pid)s, holder = %(holder)s,
+    ttl = %(ttl)s, waiter = NULL, acquired_at = clock_timestamp(), renewed_at = clock_timestamp(),
+    expires_at = clock_timestamp() + %(ttl)s"""
+
+TAKE = f"""
+WITH me AS MATERIALIZED (
+    {ALIVE}
+), known AS MATERIALIZED (
+    SELECT l.name
+    FROM {{schema}}.service_locks AS l
+    WHERE l.name = %(name)s
+), made AS (
+    INSERT INTO {{schema}}.service_locks (
+        name, token, instance_id, instance, hostname, pid, holder, ttl, acquired_at, renewed_at, expires_at
+    )
+    SELECT %(name)s, 1, me.id, %(instance)s, %(hostname)s, %(pid)s::int, %(holder)s::text, %(ttl)s::interval,
+           clock_timestamp(), clock_timestamp(), clock_timestamp() + %(ttl)s::interval
+    FROM me
+    WHERE NOT EXISTS (SELECT FROM known)
+    ON CONFLICT (name) DO NOTHING
+    RETURNING token
+), free AS MATERIALIZED (
+    SELECT l.name
+    FROM me, {{schema}}.service_locks AS l
+    WHERE l.name = %(name)s
+      AND {FREE}
+      AND NOT EXISTS (SELECT FROM {{schema}}.lock_waiters AS w WHERE w.name = l.name)
+    FOR UPDATE OF l SKIP LOCKED
+), taken AS (
+    UPDATE {{schema}}.service_locks AS l
+    SET token = l.token + 1, {HOLDER}
+    FROM free AS f
+    WHERE l.name = f.name
+    RETURNING l.token
+)
+SELECT token FROM made
+UNION ALL
+SELECT token FROM taken
+"""
+
+WAIT = f"""
+WITH me AS MATERIALIZED (
+    {ALIVE}
+)
+INSERT INTO {{schema}}.lock_waiters (name, instance_id, holder, ttl, held)
+SELECT %(name)s, me.id, %(holder)s::text, %(ttl)s::interval, %(held)s::text[] FROM me
+RETURNING id
+"""
+
+
+def pass_on(which: str) -> str:
+    """Return the statement that passes these locks on, each to whoever waits longest for it, or to nobody."""
+    return f"""
+WITH open AS MATERIALIZED (
+    SELECT l.name
+    FROM {{schema}}.service_locks AS l
+    WHERE {which}
+    ORDER BY l.name
+    FOR UPDATE SKIP LOCKED
+), next AS MATERIALIZED (
+    SELECT o.name, n.id, n.instance_id, n.instance, n.hostname, n.pid, n.holder, n.ttl
+    FROM open AS o
+    LEFT JOIN LATERAL (
+        SELECT w.id, w.instance_id, i.name AS instance, i.hostname, i.pid, w.holder, w.ttl
+        FROM {{schema}}.lock_waiters AS w
+        JOIN {{schema}}.instances AS i ON i.id = w.instance_id AND i.state <> 'gone'
+        WHERE w.name = o.name
+        ORDER BY w.id
+        LIMIT 1
+        FOR UPDATE OF w SKIP LOCKED
+        FOR KEY SHARE OF i SKIP LOCKED
+    ) AS n ON true
+), passed AS (
+    UPDATE {{schema}}.service_locks AS l
+    SET token = l.token + CASE WHEN n.id IS NULL THEN 0 ELSE 1 END,
+        instance_id = n.instance_id, instance = n.instance, hostname = n.hostname, pid = n.pid, holder = n.holder,
+        ttl = n.ttl, waiter = n.id, acquired_at = clock_timestamp(), renewed_at = clock_timestamp(),
+        expires_at = clock_timestamp() + n.ttl
+    FROM next AS n
+    WHERE l.name = n.name
+    RETURNING l.name, l.token, l.instance_id, l.waiter
+), served AS (
+    DELETE FROM {{schema}}.lock_waiters WHERE id IN (SELECT waiter FROM passed)
+)
+SELECT name, token, instance_id, waiter,
+       CASE WHEN waiter IS NOT NULL
+            THEN pg_notify('{{channel}}', format('granted:%%s:%%s:%%s', instance_id, waiter, token)) END
+FROM passed
+"""
+
+
+OURS = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id = %(me)s"
+RELEASE = pass_on(OURS)
+PASS_ON_FREE = pass_on(f"l.name = ANY (%(names)s::text[]) AND {FREE}")
+PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])")
+
+# For a lock whose row somebody guards by: the token stays, so it waits for nobody. Passed on when that has ended.
+LET_GO = f"UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS}"
+
+# What those who wait here look for: were they let in, and nobody told? Is what they wait for free?
+GRANTED = """
+SELECT waiter, token
+FROM {schema}.service_locks
+WHERE instance_id = %(me)s AND waiter = ANY (%(waiters)s::int8[])
+"""
+
+# Who gives up, and may have been let in this very moment.
+STOP_WAITING = "DELETE FROM {schema}.lock_waiters WHERE id = %(waiter)s"
+FORGET_WAITERS = "DELETE FROM {schema}.lock_waiters WHERE instance_id = ANY (%(dead)s::int[])"
+
+RENEW = """
+UPDATE {schema}.service_locks AS l
+SET renewed_at = clock_timestamp(), expires_at = clock_timestamp() + l.ttl
+FROM unnest(%(names)s::text[], %(tokens)s::int8[]) AS h (name, token)
+WHERE l.name = h.name AND l.token = h.token AND l.instance_id = %(me)s
+RETURNING l.name, l.token
+"""
+
+GUARD = """
+SELECT name
+FROM {schema}.service_locks
+WHERE name = %(name)s AND token = %(token)s AND instance_id = %(me)s
+FOR KEY SHARE
+"""
+
+WHO_HAS = "SELECT instance, holder, acquired_at FROM {schema}.service_locks WHERE name = %(name)s"
+
+# Does one whom I wait for wait for me? From those who hold what I want, to those who hold what they want, and so on.
+# The last one to come gives way, so that not all of a circle do.
+CIRCLE = """
+WITH RECURSIVE chain AS (
+    SELECT w.id, w.name, ARRAY[w.id] AS ids, ARRAY[%(name)s::text, w.name] AS names
+    FROM {schema}.lock_waiters AS w
+    WHERE %(name)s = ANY (w.held)
+    UNION ALL
+    SELECT w.id, w.name, c.ids || w.id, c.names || w.name
+    FROM chain AS c
+    JOIN {schema}.lock_waiters AS w ON c.name = ANY (w.held)
+    WHERE w.id <> ALL (c.ids)
+)
+SELECT names
+FROM chain
+WHERE name = ANY (%(held)s::text[]) AND %(waiter)s >= ALL (ids)
+LIMIT 1
+"""
+
+
+class Held:
+    """A lock while it is held: its token, and the news of its loss."""
+
+    def __init__(self, locks: "Locks", me: Identity, name: str, token: int, ttl: float, sent: float) -> None:
+        """`sent` is when the statement was sent that took it or renewed it last."""
+        self.name = name
+        self.token = token
+        # Set when it is not ours any more, or may soon not be.
+        self.lost = asyncio.Event()
+        self.why_lost: str | None = None
+        self.me = me
+        self.ttl = ttl
+        self.until = sent + ttl
+        self.over = False
+        # What ends the body, if its loss is to end it.
+        self.body: asyncio.Timeout | None = None
+        self._locks = locks
+
+    def __repr__(self) -> str:
+        return f"<lock {self.name!r}, token {self.token}>"
+
+    @property
+    def active(self) -> bool:
+        return not self.over and not self.lost.is_set()
+
+    async def guard(self, place: Place) -> None:
+        """Let this transaction commit only while the lock is ours: nobody is let in before it has ended."""
+        await self._locks.guard(self, place)
+
+    def lose(self, why: str) -> None:
+        if not self.active:
+            return
+        self.why_lost = why
+        self.lost.set()
+        if self.body is not None and not self.body.expired():
+            self.body.reschedule(asyncio.get_running_loop().time())
+
+
+class Wanted(NamedTuple):
+    """A lock that somebody here wants."""
+
+    name: str
+    ttl: float
+    # Who, for operators: the request or the run.
+    holder: str | None
+    # The locks that this task holds already.
+    held: Sequence[str] = ()
+
+
+class Waiting:
+    """One who waits in the queue."""
+
+    def __init__(self, identifier: int, wanted: Wanted) -> None:
+        self.id = identifier
+        self.wanted = wanted
+        # The token; nothing if it was this instance's identity that waited, and that is lost.
+        self.granted: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self.look_at = 0.0
+        self.looks = 0
+        self.put_off()
+
+    def grant(self, token: int | None) -> None:
+        if not self.granted.done():
+            self.granted.set_result(token)
+
+    def put_off(self) -> None:
+        """Look later, and the longer it takes the later."""
+        gap = min(LOOK_FIRST * GROWTH**self.looks, LOOK_MOST) * random.uniform(0.75, 1.25)
+        self.looks += 1
+        self.look_at = asyncio.get_running_loop().time() + gap
+
+
+# What this task, and those that it was started by, hold.
+holding: ContextVar[tuple[Held, ...]] = ContextVar("flotilla_locks", default=())
+
+
+@asynccontextmanager
+async def ended_with(held: Held, on_loss: OnLoss) -> AsyncIterator[None]:
+    """Cancel the block if the lock is lost, and say so."""
+    body = asyncio.timeout(None)
+    try:
+        async with body:
+            held.body = body if on_loss == "cancel" else None
+            yield
+    except TimeoutError:
+        if body.expired():
+            raise gone(held) from None
+        raise
+
+
+def gone(held: Held) -> LockLost:
+    why = held.why_lost or "it was taken over"
+    return LockLost(f"the lock {held.name!r}, with the token {held.token}, was lost: {why}")
+
+
+class Locks(Service):
+    """The locks of one instance: those it holds, and those that somebody here waits for."""
+
+    name = "locks"
+
+    def __init__(self, database: Database, member: Member) -> None:
+        super().__init__()
+        self.taken = 0
+        self.lost = 0
+        self.refused = 0
+        self._database = database
+        self._member = member
+        self._sql = database.namespace.sql
+        self._held: dict[tuple[str, int], Held] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._anyone_waits = asyncio.Event()
+        self._any_held = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        # What is on its way although nobody waits for it any more.
+        self._errands: set[asyncio.Task[Any]] = set()
+        member.on_death(self._died)
+        member.on_lost(self._identity_lost)
+        member.on_beat(self._renew)
+        member.on_linked(self._look_now)
+        member.on_notification("granted", self._granted)
+        member.on_notification("released", self._released)
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    # -- taking and releasing -----------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def hold(self, wanted: Wanted, wait: float | None, on_loss: OnLoss) -> AsyncIterator[Held]:
+        """Hold a lock while the block lasts. Its loss ends the block, unless it is only to be told."""
+        mine = tuple(held for held in holding.get() if held.active)
+        if any(held.name == wanted.name for held in mine):
+            raise LockCycle(f"this task has the lock {wanted.name!r} already, and would wait for itself")
+        held = await self.take(wanted._replace(held=[held.name for held in mine]), wait)
+        holding.set((*mine, held))
+        try:
+            async with ended_with(held, on_loss):
+                yield held
+        finally:
+            still_ours = await self.release(held)
+        if on_loss == "cancel" and not still_ours:
+            raise gone(held)
+
+    async def take(self, wanted: Wanted, wait: float | None) -> Held:
+        """Take a lock, or wait for it for so long."""
+        try:
+            async with asyncio.timeout(wait or None):
+                while self._member.holds() or wait != 0:
+                    me = await self._identity()
+                    held = await self._take(wanted, me)
+                    if held is None and wait == 0:
+                        break
+                    held = held or await self._wait(wanted, me)
+                    if held is not None:
+                        self.taken += 1
+                        return held
+        except TimeoutError:
+            pass
+        raise LockTaken(await self._who_has(wanted.name, wait))
+
+    async def release(self, held: Held) -> bool:
+        """Release it, and pass it on; false if it was not ours any more."""
+        held.over = True
+        self._held.pop((held.name, held.token), None)
+        return await asyncio.shield(self._errand(self._release(held)))
+
+    async def guard(self, held: Held, place: Place) -> None:
+        values = {"name": held.name, "token": held.token, "me": held.me.id}
+        if held.over or not await fetch(place, self._sql(GUARD), values):
+            self.refused += 1
+            log.warning("lock.refused", lock=held.name, token=held.token)
+            self._lose(held, "it was taken over")
+            raise LockLost(
+                f"the lock {held.name!r} is not held any more, and nothing that is guarded by its token "
+                f"{held.token} can be written"
+            )
+
+    async def _take(self, wanted: Wanted, me: Identity) -> Held | None:
+        """Take it if it is free; if the caller has gone meanwhile, it is released again."""
+        taking = self._errand(self._try_to_take(wanted, me))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(self._give_back)
+            raise
+
+    async def _try_to_take(self, wanted: Wanted, me: Identity) -> Held | None:
+        sent = clock()
+        rows = await self._fetch(TAKE, {"name": wanted.name, **self._holder(wanted, me)})
+        return self._hold(wanted, me, rows[0][0], sent) if rows else None
+
+    def _give_back(self, taking: "asyncio.Task[Held | None]") -> None:
+        if not taking.cancelled() and taking.exception() is None and (held := taking.result()) is not None:
+            self._errand(self.release(held))
+
+    async def _wait(self, wanted: Wanted, me: Identity) -> Held | None:
+        """Stand in the queue; None if that has come to nothing, and is to be tried again."""
+        values = {"name": wanted.name, "held": list(wanted.held), **self._holder(wanted, me)}
+        rows = await self._fetch(WAIT, values)
+        if not rows:
+            # Declared gone a moment ago; who we are next will be told.
+            await asyncio.sleep(TICK)
+            return None
+        waiting = self._waiting[rows[0][0]] = Waiting(rows[0][0], wanted)
+        self._anyone_waits.set()
+        held = None
+        try:
+            token = await waiting.granted
+            held = await self._confirm(wanted, me, token) if token is not None else None
+        finally:
+            del self._waiting[waiting.id]
+            if held is None:
+                self._errand(self._stop_waiting(waiting, me))
+        return held
+
+    async def _confirm(self, wanted: Wanted, me: Identity, token: int) -> Held | None:
+        """Renew what we were let into: the news of it may be old."""
+        sent = clock()
+        values = {"names": [wanted.name], "tokens": [token], "me": me.id}
+        return self._hold(wanted, me, token, sent) if await self._fetch(RENEW, values) else None
+
+    def _hold(self, wanted: Wanted, me: Identity, token: int, sent: float) -> Held | None:
+        held = Held(self, me, wanted.name, token, wanted.ttl, sent)
+        if self._member.identity != me:
+            # Taken by who we were: that one's death has released it, or will.
+            return None
+        self._held[held.name, token] = held
+        self._any_held.set()
+        return held
+
+    async def _release(self, held: Held) -> bool:
+        values = {"name": held.name, "token": held.token, "me": held.me.id}
+        try:
+            if await self._fetch(RELEASE, values):
+                return True
+            if not await self._fetch(LET_GO + " RETURNING l.name", values):
+                return False
+        except (psycopg.Error, DatabaseError) as error:
+            if clock() < held.until:
+                log.info("lock.released_later", lock=held.name, token=held.token, reason=" ".join(str(error).split()))
+                self._errand(self._release_later(held))
+            return True
+        self._errand(self._pass_on_later(held.name))
+        return True
+
+    async def _release_later(self, held: Held) -> None:
+        """Try again; when its `ttl` is over it is free without us."""
+        await asyncio.sleep(AGAIN)
+        await self._release(held)
+
+    async def _pass_on_later(self, name: str) -> None:
+        """Pass a lock on that was let go while a transaction was guarded by it."""
+        gap = 0.0
+        with suppress(psycopg.Error, DatabaseError):
+            while not await self._fetch(PASS_ON_FREE, {"names": [name]}):
+                gap = min(gap + LOOK_FIRST, 1.0)
+                await asyncio.sleep(gap)
+
+    async def _stop_waiting(self, waiting: Waiting, me: Identity) -> None:
+        with suppress(psycopg.Error, DatabaseError):
+            if await self._fetch(STOP_WAITING + " RETURNING id", {"waiter": waiting.id}):
+                return
+            for _, token in await self._fetch(GRANTED, {"me": me.id, "waiters": [waiting.id]}):
+                await self._release(Held(self, me, waiting.wanted.name, token, 0.0, 0.0))
+
+    async def _who_has(self, name: str, wait: float | None) -> str:
+        rows = await self._fetch(WHO_HAS, {"name": name})
+        instance, holder, since = rows[0] if rows else (None, None, None)
+        who = f" It is held by {instance}" + (f" ({holder})" if holder else "") if instance else ""
+        since_when = f" since {since:%Y-%m-%d %H:%M:%S %Z}." if instance else ""
+        return (
+            f"the lock {name!r} was not free {'at once' if not wait else f'within {written(wait)}'}.{who}{since_when}"
+        )
+
+    # -- those who wait -----------------------------------------------------------------------------------------------
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            now = asyncio.get_running_loop().time()
+            due = [each for each in self._waiting.values() if each.look_at <= now and not each.granted.done()]
+            if due:
+                for each in due:
+                    each.put_off()
+                await self._look(due)
+            self._anyone_waits.clear()
+            next_look = min((each.look_at for each in self._waiting.values()), default=None)
+            now = asyncio.get_running_loop().time()
+            await woken(self._anyone_waits, None if next_look is None else max(0.0, next_look - now))
+
+    async def _look(self, due: Sequence[Waiting]) -> None:
+        """See what no notification told."""
+        me = self._member.identity
+        if me is None or not self._member.holds():
+            return
+        names = sorted({each.wanted.name for each in due})
+        await self._fetch(PASS_ON_FREE, {"names": names})
+        for waiter, token in await self._fetch(GRANTED, {"me": me.id, "waiters": [each.id for each in due]}):
+            if waiting := self._waiting.get(waiter):
+                waiting.grant(token)
+        for each in due:
+            if each.wanted.held and not each.granted.done():
+                await self._look_for_circle(each)
+
+    async def _look_for_circle(self, waiting: Waiting) -> None:
+        wanted = waiting.wanted
+        values = {"name": wanted.name, "held": list(wanted.held), "waiter": waiting.id}
+        rows = await self._fetch(CIRCLE, values)
+        if rows and not waiting.granted.done():
+            circle = " → ".join(map(repr, rows[0][0]))
+            waiting.granted.set_exception(
+                LockCycle(
+                    f"this task holds {', '.join(map(repr, wanted.held))} and waits for {wanted.name!r}, whose holder "
+                    f"waits for it in turn ({circle}): take locks in the same order everywhere"
+                )
+            )
+
+    # -- those that are held ------------------------------------------------------------------------------------------
+
+    async def _watch_for_ever(self) -> None:
+        """See to it that nobody goes on as a holder when the server may have let another in."""
+        up_at = clock()
+        while True:
+            if not self._held:
+                self._any_held.clear()
+                await self._any_held.wait()
+                up_at = clock()
+            await asyncio.sleep(TICK)
+            now = clock()
+            if self._member.holds():
+                up_at = now
+            for held in list(self._held.values()):
+                if now - up_at > HOLD_ON:
+                    self._lose(held, "the link to PostgreSQL broke")
+                elif now > held.until:
+                    self._lose(held, "it was not renewed in time")
+
+    def _renew(self, session: Session, me: Identity) -> None:
+        """Renew all that are held, after a heartbeat; called in the link's thread."""
+        known = [held for held in list(self._held.values()) if held.me == me]
+        if not known:
+            return
+        sent = clock()
+        values = {"names": [held.name for held in known], "tokens": [held.token for held in known], "me": me.id}
+        renewed = set(session.execute(self._sql(RENEW), values).fetchall())
+        for held in known:
+            if (held.name, held.token) in renewed:
+                held.until = sent + held.ttl
+            else:
+                self._member.in_loop(partial(self._lose, held, "it was taken over"))
+
+    def _lose(self, held: Held, why: str) -> None:
+        if self._held.pop((held.name, held.token), None) is not None:
+            self.lost += 1
+            log.warning("lock.lost", lock=held.name, token=held.token, reason=why)
+        held.lose(why)
+
+    # -- told by others -----------------------------------------------------------------------------------------------
+
+    def _granted(self, rest: str) -> None:
+        instance, waiter, token = (int(part) for part in rest.split(":"))
+        me = self._member.identity
+        if me is not None and me.id == instance and (waiting := self._waiting.get(waiter)):
+            waiting.grant(token)
+
+    def _released(self, rest: str) -> None:
+        instance, token, name = rest.split(":", 2)
+        me, held = self._member.identity, self._held.get((name, int(token)))
+        if held is not None and me is not None and me.id == int(instance):
+            self._lose(held, "an operator released it")
+
+    def _look_now(self) -> None:
+        """Notifications may have been lost."""
+        for waiting in self._waiting.values():
+            waiting.look_at = 0.0
+        self._anyone_waits.set()
+
+    def _died(self, session: Session, dead: Sequence[int]) -> None:
+        values = {"dead": list(dead)}
+        session.execute(self._sql(FORGET_WAITERS), values)
+        session.execute(self._sql(PASS_ON_OF_DEAD), values)
+
+    async def _identity_lost(self, _lost: Identity) -> None:
+        for held in list(self._held.values()):
+            self._lose(held, "this instance was declared gone")
+        for waiting in self._waiting.values():
+            waiting.grant(None)
+
+    # -- the service --------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._for_ever("look", self._look_for_ever), name="locks-look"),
+            asyncio.create_task(self._for_ever("watch", self._watch_for_ever), name="locks-watch"),
+        ]
+
+    async def _stop(self) -> None:
+        for task in [*self._tasks, *self._errands]:
+            await let_go(task)
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    async def _for_ever(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except (psycopg.Error, DatabaseError) as error:
+                log.debug("locks.failed", what=what, reason=" ".join(str(error).split()))
+                await asyncio.sleep(TICK)
+            except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+                log.error("cluster.defect", error=error, service=f"locks, {what}")
+                await asyncio.sleep(AFTER_DEFECT)
+
+    async def _identity(self) -> Identity:
+        """Wait until this instance may act as holder of anything."""
+        while (me := self._member.identity) is None or not self._member.holds():  # noqa: ASYNC110 — it is a clock
+            await asyncio.sleep(TICK)
+        return me
+
+    async def _fetch(self, statement: str, values: Mapping[str, Any]) -> Sequence[tuple[Any, ...]]:
+        async with self._database.autocommit() as connection:
+            return await fetch(connection, self._sql(statement), values)
+
+    def _holder(self, wanted: Wanted, me: Identity) -> dict[str, Any]:
+        return {
+            "me": me.id,
+            "instance": me.name,
+            "hostname": self._member.hostname,
+            "pid": self._member.pid,
+            "holder": wanted.holder,
+            "ttl": timedelta(seconds=wanted.ttl),
+        }
+
+    def _errand(self, work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":
+        errand = asyncio.create_task(work)
+        self._errands.add(errand)
+        errand.add_done_callback(self._errands.discard)
+        return errand

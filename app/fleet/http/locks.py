@@ -1,0 +1,45 @@
+"""Locks over HTTP: who holds which, and an operator's way to end it (`cluster/holders.py`)."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from pydantic import TypeAdapter
+
+from app.fleet.cluster import holders
+from app.fleet.cluster.holders import REASON_MOST, LockRecord
+from app.fleet.http.auth import name_of_key, needs
+from app.fleet.http.context import InContext
+from app.fleet.http.orders import answer
+
+router = APIRouter(prefix="/locks", tags=["locks"], dependencies=[Depends(needs())])
+
+
+@dataclass(frozen=True)
+class LockList:
+    items: list[LockRecord]
+
+
+LOCK = TypeAdapter(LockRecord)
+LOCK_LIST = TypeAdapter(LockList)
+
+
+@router.get("", response_model=LockList)
+async def list_locks(context: InContext) -> Response:
+    """List the locks that are held: by whom, since when, with which token, and how many wait."""
+    async with context.database.connection() as connection:
+        return answer(LOCK_LIST, LockList(list(await holders.list_locks(connection, context.database.namespace))))
+
+
+@router.delete("/{name:path}", response_model=LockRecord)
+async def release(
+    name: Annotated[str, Path(description="Its name; it may have slashes in it")],
+    reason: Annotated[str, Query(min_length=1, max_length=REASON_MOST, description="Why; it is kept")],
+    context: InContext,
+    request: Request,
+) -> Response:
+    """Release a lock whoever holds it. What its holder still guards by it is refused; who did it, and why, is kept."""
+    by = f"API key {key}" if (key := name_of_key(context, request)) else "the API, without a key"
+    async with context.database.connection() as connection:
+        record = await holders.force(connection, context.database.namespace, name, reason=reason, by=by)
+    return answer(LOCK, record)

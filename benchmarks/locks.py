@@ -1,0 +1,87 @@
+"""Locks: what one costs that nobody else wants, how soon one is passed on that many want, what holding many costs.
+
+Uncontended: `async with lock(…)` with nothing in it, again and again, from one task of one of three instances.
+
+Contended: a hundred runs on three instances take the same lock again and again. A hand-over is from the moment before
+one lets go until the next one's body begins, wherever that is; the monotonic clock is one for all processes. Fairness
+is how many others have had the lock between two turns of the same one: 99, if everyone is let in as they came.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.conditions import instances
+from benchmarks.report import distribution, percentile, verdict
+from tests.support.fleet import Ship
+
+INSTANCES = 3
+SAMPLES = 1000
+CONTENDERS = 100
+TURNS = 20
+MANY = 1000
+WATCHED = 10.0
+MEDIAN_ALONE = 2
+P99_CONTENDED = 20
+RENEWED, BEATEN = "SET renewed_at = clock_timestamp()", "SET heartbeat_at = clock_timestamp(), state"
+
+
+def run(*, short: bool) -> None:
+    samples, contenders, turns, many, watched = (
+        (20, 6, 3, 20, 2.0) if short else (SAMPLES, CONTENDERS, TURNS, MANY, WATCHED)
+    )
+    with instances(INSTANCES) as (_, _, ships):
+        print(distribution("uncontended, taken and released", alone(ships[0], samples), median_ms=MEDIAN_ALONE))
+        turns_taken = contended(ships, contenders, turns)
+        handed_over = [(begun - ended) / 1e9 for (_, ended, _), (begun, _, _) in pairwise(turns_taken)]
+        label = f"{contenders} contenders, handed over"
+        print(distribution(label, handed_over, bound_ms=P99_CONTENDED))
+        print(f"{'others between two turns of one':<38} {fairness(turns_taken)}")
+    with instances(1) as (postgres, _, (ship,)):
+        with postgres.session() as session:
+            session.execute("ALTER SYSTEM SET log_statement = 'all'")
+            session.execute("SELECT pg_reload_conf()")
+        held = ship.trigger("hold-many", {"locks": many, "seconds": watched + 30})
+        while len(ship.client.get("/locks").json()["items"]) < many:
+            time.sleep(0.1)
+        before = postgres.log.read_text(errors="replace")
+        time.sleep(watched)
+        log = postgres.log.read_text(errors="replace")[len(before) :]
+        ship.client.post(f"/runs/{held['id']}/cancel")
+    renewals, beats = log.count(RENEWED), log.count(BEATEN)
+    one = verdict(abs(renewals - beats) <= 1)
+    print(f"{many:,} locks held: {renewals} renewals at {beats} heartbeats   one statement per heartbeat: {one}")
+
+
+def alone(ship: Ship, samples: int) -> list[float]:
+    run_id = ship.trigger("lock-alone", {"samples": samples})["id"]
+    taken: list[float] = ship.ended(run_id, within=120)["result"]
+    return taken
+
+
+# When a turn began and ended, and whose it was.
+Turn = tuple[int, int, int]
+
+
+def contended(ships: Sequence[Ship], contenders: int, turns: int) -> list[Turn]:
+    """Have them all take the lock so many times, and return all turns in the order in which they were."""
+    payload = {"turns": turns, "at": time.monotonic() + 3}
+    ids = ships[0].trigger_all([{"action": "contend", "payload": payload}] * contenders)
+    found: list[Any] = [ship_turns(ships[0], run_id) for run_id in ids]
+    return sorted(turn for each in found for turn in each)
+
+
+def ship_turns(ship: Ship, run_id: int) -> list[Turn]:
+    return [(begun, ended, run_id) for begun, ended in ship.ended(run_id, within=240)["result"]]
+
+
+def fairness(turns: Sequence[Turn]) -> str:
+    last: dict[int, int] = {}
+    between = []
+    for place, (_, _, whose) in enumerate(turns):
+        if whose in last:
+            between.append(place - last[whose] - 1)
+        last[whose] = place
+    low, middle, high = min(between), percentile(between, 0.5), max(between)
+    return f"at least {low}, median {middle:.0f}, at most {high}"

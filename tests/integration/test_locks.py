@@ -1,0 +1,426 @@
+"""Locks: one holder at a time, in turn, each with a token of its own; and what becomes of one that is none any more."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from contextvars import Context
+from typing import Any
+
+import psycopg
+import pytest
+
+from app.fleet import FleetError, Held, LockCycle, LockLost, LockTaken, lock
+from app.fleet.cluster.locks import RENEW, Locks, Wanted
+from app.fleet.cluster.registry import Identity
+from app.fleet.db.direct import open_session
+from app.fleet.errors import LockInvalid
+from tests.support.postgres import Postgres
+from tests.support.runs import Desk, desk, soon
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    """One instance, whose locks are meant in the test."""
+    async with desk(address) as own:
+        own.engine.enter()
+        yield own
+
+
+@pytest.fixture
+async def there(address: str, here: Desk) -> AsyncIterator[Desk]:
+    """Another one."""
+    async with desk(address) as other:
+        # The one that started last is meant otherwise.
+        here.engine.enter()
+        yield other
+
+
+def at(instance: Desk, work: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
+    """Do something at this instance, in a task that has nothing to do with the test's: it holds no locks."""
+
+    async def enter() -> Any:
+        instance.engine.enter()
+        return await work()
+
+    return asyncio.create_task(enter(), context=Context())
+
+
+async def hold(name: str, until: asyncio.Event, **options: Any) -> int:
+    """Hold a lock until told otherwise; return its token."""
+    async with lock(name, **options) as held:
+        await until.wait()
+        return held.token
+
+
+def locks_of(instance: Desk) -> Locks:
+    return instance.running.context.shared.locks
+
+
+def identity(instance: Desk) -> Identity:
+    me = instance.running.context.member.identity
+    assert me is not None
+    return me
+
+
+async def row(instance: Desk, name: str = "x") -> tuple[int | None, int]:
+    """Who has a lock, and its token."""
+    rows = await instance.sql("SELECT instance_id, token FROM service_locks WHERE name = %s", name)
+    return rows[0][0], rows[0][1]
+
+
+async def held_by(instance: Desk, name: str = "x") -> None:
+    async def look() -> bool:
+        rows = await instance.sql("SELECT instance_id FROM service_locks WHERE name = %s", name)
+        return rows == [(identity(instance).id,)]
+
+    await soon(look)
+
+
+async def waiting(instance: Desk, count: int) -> None:
+    async def look() -> bool:
+        return await instance.sql("SELECT count(*) FROM lock_waiters") == [(count,)]
+
+    await soon(look)
+
+
+# -- one at a time, in turn -------------------------------------------------------------------------------------------
+
+
+async def test_a_lock_is_held_by_one_and_each_holder_has_a_higher_token(address: str) -> None:
+    inside = most = 0
+    tokens: list[int] = []
+
+    async def once() -> None:
+        nonlocal inside, most
+        async with lock("x") as held:
+            inside += 1
+            most = max(most, inside)
+            tokens.append(held.token)
+            await asyncio.sleep(0.001)
+            inside -= 1
+
+    async with AsyncExitStack() as stack:
+        fleet = [await stack.enter_async_context(desk(address)) for _ in range(3)]
+        await asyncio.gather(*(at(fleet[number % 3], once) for number in range(30)))
+    assert most == 1
+    assert tokens == list(range(1, 31))
+
+
+async def test_those_who_wait_are_let_in_as_they_came(here: Desk) -> None:
+    order: list[int] = []
+
+    async def queue(number: int) -> None:
+        async with lock("x"):
+            order.append(number)
+
+    tasks = []
+    async with lock("x"):
+        for number in range(5):
+            tasks.append(at(here, lambda number=number: queue(number)))  # type: ignore[misc]
+            await waiting(here, number + 1)
+    await asyncio.gather(*tasks)
+    assert order == list(range(5))
+
+
+async def test_a_lock_that_is_free_is_not_for_a_newcomer_while_somebody_waits(here: Desk) -> None:
+    await here.sql("INSERT INTO service_locks (name, token) VALUES ('x', 7)")
+    await here.sql(
+        "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '10s', '{}')",
+        identity(here).id,
+    )
+    assert await locks_of(here)._take(Wanted("x", 10, None), identity(here)) is None
+
+
+async def test_it_is_passed_on_between_instances_at_once(here: Desk, there: Desk) -> None:
+    over = asyncio.Event()
+    holder = asyncio.create_task(hold("x", over))
+    await held_by(here)
+    next_one = at(there, lambda: hold("x", over))
+    await waiting(here, 1)
+    over.set()
+    assert (await holder, await next_one) == (1, 2)
+
+
+async def test_without_waiting_a_lock_that_is_taken_is_refused_and_says_who_has_it(here: Desk, there: Desk) -> None:
+    async def now() -> None:
+        async with lock("x", wait=0):
+            pytest.fail("it is held")
+
+    async with lock("x"):
+        with pytest.raises(LockTaken, match=f"not free at once. It is held by {identity(here).name}"):
+            await at(there, now)
+
+
+async def test_whoever_waits_too_long_is_refused_and_does_not_stand_in_the_queue_any_more(here: Desk) -> None:
+    async def briefly() -> None:
+        async with lock("x", wait="200ms"):
+            pytest.fail("it is held")
+
+    async with lock("x"):
+        with pytest.raises(LockTaken, match="not free within 200ms"):
+            await at(here, briefly)
+        await waiting(here, 0)
+    assert locks_of(here).waiting == 0
+
+
+async def test_whoever_is_let_in_and_has_gone_passes_it_on(here: Desk) -> None:
+    over = asyncio.Event()
+    async with lock("x"):
+        gives_up = at(here, lambda: hold("x", over))
+        await waiting(here, 1)
+        stays = at(here, lambda: hold("x", over))
+        await waiting(here, 2)
+        # Nobody tells the first one that it is let in, and then it has gone.
+        locks_of(here)._waiting[min(locks_of(here)._waiting)].grant = lambda token: None  # type: ignore[method-assign]  # noqa: ARG005
+    await held_by(here)
+    gives_up.cancel()
+    over.set()
+    assert await asyncio.wait_for(stays, 10) == 3
+
+
+async def test_what_no_notification_told_is_found_by_looking(here: Desk) -> None:
+    over = asyncio.Event()
+    locks_of(here)._member._listeners.pop("granted")
+    async with lock("x"):
+        deaf = at(here, lambda: hold("x", over))
+        await waiting(here, 1)
+    over.set()
+    assert await asyncio.wait_for(deaf, 20) == 2
+
+
+# -- circles ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_task_that_has_a_lock_already_is_refused_it_at_once(here: Desk) -> None:
+    async with lock("x"):
+        with pytest.raises(LockCycle, match="this task has the lock 'x' already"):
+            async with lock("x"):
+                pytest.fail("it waited for itself")
+    assert (await row(here))[0] is None
+
+
+async def test_a_task_may_have_a_lock_again_that_it_had_before(here: Desk) -> None:
+    async with lock("x"):
+        pass
+    async with lock("x") as held:
+        assert held.token == 2
+    assert here
+
+
+async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way(here: Desk, there: Desk) -> None:
+    both = asyncio.Barrier(2)
+
+    async def cross(first: str, second: str) -> str:
+        async with lock(first):
+            await both.wait()
+            async with lock(second):
+                return "had both"
+
+    both_ways = [at(here, lambda: cross("a", "b")), at(there, lambda: cross("b", "a"))]
+    ends = await asyncio.wait_for(asyncio.gather(*both_ways, return_exceptions=True), 20)
+    (error,) = [end for end in ends if isinstance(end, LockCycle)]
+    assert re.search("this task holds '(a|b)' and waits for '(a|b)', whose holder waits for it in turn", str(error))
+    assert "had both" in ends
+
+
+# -- guarding ---------------------------------------------------------------------------------------------------------
+
+
+async def test_whoever_lost_it_commits_nothing_that_is_guarded(here: Desk) -> None:
+    await here.sql("CREATE TABLE public.effects (token bigint)")
+    database = here.running.context.database
+    with pytest.raises(LockLost, match="nothing that is guarded by its token 1"):
+        async with lock("x", on_loss="tell") as held:
+            await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
+            async with database.session() as session:
+                await session.connection()
+                await (await session.connection()).exec_driver_sql("INSERT INTO public.effects VALUES (1)")
+                await held.guard(session)
+    assert await here.sql("SELECT * FROM public.effects") == []
+    assert locks_of(here).refused == 1
+
+
+async def test_nobody_is_let_in_before_what_is_guarded_has_ended(here: Desk, there: Desk) -> None:
+    """A transaction may outlive the block: a route's does. It is not waited for, and it is not overtaken."""
+    over = asyncio.Event()
+    over.set()
+    async with here.running.context.database.connection() as connection:
+        async with lock("x") as held:
+            await held.guard(connection)
+        next_one = at(there, lambda: hold("x", over))
+        await waiting(here, 1)
+        await asyncio.sleep(0.5)
+        assert not next_one.done()
+    assert await asyncio.wait_for(next_one, 20) == 2
+
+
+async def test_a_renewal_does_not_wait_for_what_is_guarded(here: Desk) -> None:
+    async with lock("x", ttl="3s") as held, here.running.context.database.connection() as connection:
+        await held.guard(connection)
+        before = held.until
+
+        async def renewed() -> bool:
+            return held.until > before
+
+        await soon(renewed)
+        assert held.active
+
+
+# -- losing it --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_lock_that_nobody_renews_is_free_after_its_ttl(here: Desk, there: Desk) -> None:
+    over = asyncio.Event()
+    over.set()
+    locks_of(here)._member._beat_hooks.clear()
+    with pytest.raises(LockLost, match="not renewed in time"):
+        async with lock("x", ttl="3s"):
+            next_one = at(there, lambda: hold("x", over))
+            await asyncio.sleep(60)
+    assert await asyncio.wait_for(next_one, 20) == 2
+
+
+async def test_a_body_that_blocks_the_event_loop_keeps_its_lock(here: Desk) -> None:
+    async with lock("x", ttl="3s") as held:
+        time.sleep(4)  # noqa: ASYNC251 — the mistake that this is about
+        await asyncio.sleep(0.2)
+        assert held.active
+    assert (await row(here))[1] == 1
+
+
+async def test_a_body_is_cancelled_when_somebody_else_has_its_lock(here: Desk) -> None:
+    with pytest.raises(LockLost, match="'x', with the token 1, was lost: it was taken over"):
+        async with lock("x"):
+            await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
+            await asyncio.sleep(60)
+    assert (await row(here))[1] == 2
+
+
+async def test_a_body_may_want_to_be_told_and_not_to_be_cancelled(here: Desk) -> None:
+    async with lock("x", on_loss="tell") as held:
+        await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
+        await asyncio.wait_for(held.lost.wait(), 10)
+        assert held.why_lost == "it was taken over"
+
+
+async def test_a_link_that_is_up_again_at_once_costs_no_lock(here: Desk) -> None:
+    member = here.running.context.member
+    async with lock("x") as held:
+        await here.sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE '%%/link/%%'"
+        )
+
+        async def again() -> bool:
+            return member.link_figures.relinks == 1 and member.holds()
+
+        await soon(again)
+        await asyncio.sleep(0.2)
+        assert held.active
+
+
+async def test_a_body_does_not_go_on_while_the_database_is_away(own_postgres: Postgres) -> None:
+    async with desk(own_postgres.new_database()) as own:
+        own.engine.enter()
+        with pytest.raises(LockLost, match="the link to PostgreSQL broke"):
+            async with lock("x"):
+                await asyncio.to_thread(own_postgres.stop, "immediate")
+                await asyncio.sleep(60)
+        await asyncio.to_thread(own_postgres.start_again)
+
+
+async def test_a_lost_identity_loses_its_locks_and_is_let_in_again_as_somebody_new(here: Desk) -> None:
+    former = identity(here)
+    with pytest.raises(LockLost, match="this instance was declared gone"):
+        async with lock("x"):
+            await here.sql("UPDATE instances SET state = 'gone', gone_at = now() WHERE id = %s", former.id)
+            await asyncio.sleep(60)
+
+    async def somebody_new() -> bool:
+        me = here.running.context.member.identity
+        return me is not None and me != former and here.running.context.member.holds()
+
+    await soon(somebody_new)
+    async with lock("x", wait="20s") as held:
+        assert held.token == 2
+
+
+async def test_it_is_released_once(here: Desk) -> None:
+    held = await locks_of(here).take(Wanted("x", 10, None), None)
+    assert await locks_of(here).release(held)
+    assert not await locks_of(here).release(held)
+
+
+async def test_an_error_in_the_body_releases_it_and_is_what_the_caller_gets(here: Desk) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with lock("x"):
+            _ = 1 / 0
+    assert (await row(here)) == (None, 1)
+
+
+async def test_a_cancelled_body_releases_it(here: Desk) -> None:
+    task = asyncio.create_task(hold("x", asyncio.Event()))
+    await held_by(here)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await row(here))[0] is None
+
+
+# -- cost, and what cannot be -----------------------------------------------------------------------------------------
+
+
+async def test_one_statement_renews_all_of_an_instances_locks(here: Desk) -> None:
+    locks, member = locks_of(here), here.running.context.member
+    held = [await locks.take(Wanted(f"x{number}", 10, None), None) for number in range(200)]
+    asked: list[str] = []
+
+    class Counting(psycopg.Connection[tuple[Any, ...]]):
+        def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+            asked.append(query.decode())
+            return super().execute(query, *args, **kwargs)
+
+    before = {each.name: each.until for each in held}
+    with Counting.connect(member._addresses.direct, autocommit=True) as session:
+        await asyncio.to_thread(locks._renew, session, identity(here))
+    assert asked == [here.running.context.database.namespace.sql(RENEW).decode()]
+    assert all(each.until > before[each.name] and each.active for each in held)
+
+
+async def test_an_instance_without_locks_asks_nothing(here: Desk) -> None:
+    with open_session(here.running.context.member._addresses.direct, application="test") as session:
+        session.close()
+        # A closed session would object to any statement.
+        locks_of(here)._renew(session, identity(here))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": ""}, "from 1 to 200 printable letters"),
+        ({"name": "x" * 201}, "from 1 to 200 printable letters"),
+        ({"name": "a\nb"}, "from 1 to 200 printable letters"),
+        ({"name": "singleton:x"}, "does not begin with 'singleton:'"),
+        ({"ttl": "1s"}, "must be from 3s to 1h"),
+        ({"ttl": "2h"}, "must be from 3s to 1h"),
+        ({"ttl": "soon"}, "`ttl`: 'soon' is not a duration"),
+        ({"wait": -1}, "`wait` is -1 s, and cannot be negative"),
+        ({"on_loss": "ignore"}, "`on_loss` is 'ignore', and must be one of 'cancel', 'tell'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_asked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(LockInvalid, match=said):
+        lock(**{"name": "x", **options})
+
+
+async def test_outside_of_a_running_service_there_are_no_locks() -> None:
+    with pytest.raises(FleetError, match="for the code of a running service"):
+        async with lock("x"):
+            pytest.fail("it was let in")
+
+
+def test_a_held_lock_says_what_it_is() -> None:
+    assert repr(Held(None, None, "x", 7, 10.0, 0.0)) == "<lock 'x', token 7>"  # type: ignore[arg-type]
