@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 from app.fleet import FleetError, Held, LockCycle, LockLost, LockTaken, lock
+from app.fleet.cluster import holders
 from app.fleet.cluster.locks import RENEW, Locks, Wanted
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.direct import open_session
@@ -368,6 +369,77 @@ async def test_a_cancelled_body_releases_it(here: Desk) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (await row(here))[0] is None
+
+
+async def test_whoever_is_gone_before_the_answer_comes_holds_nothing(here: Desk) -> None:
+    async with here.running.context.database.connection() as connection:
+        # Until this ends, nobody can take anything for this instance.
+        await connection.execute("SELECT FROM flotilla.instances WHERE id = %s FOR UPDATE", [identity(here).id])
+        impatient = asyncio.create_task(hold("x", asyncio.Event()))
+        await asyncio.sleep(0.2)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+
+    async def released() -> bool:
+        return await here.sql("SELECT instance_id, token FROM service_locks") == [(None, 1)]
+
+    await soon(released)
+
+
+async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_of_the_queues(
+    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = asyncio.Event()
+    over.set()
+
+    async def look(_: object) -> None:
+        """See nothing: it is the death that passes it on, and not whoever looks later."""
+
+    dead = identity(here).id
+    address = here.running.context.member._addresses.direct
+    async with lock("x", on_loss="tell"):
+        behind = at(here, lambda: hold("x", over))
+        await waiting(here, 1)
+        monkeypatch.setattr(locks_of(there), "_look", look)
+        next_one = at(there, lambda: hold("x", over))
+        await waiting(here, 2)
+        with open_session(address, application="test") as session, session.transaction():
+            await asyncio.to_thread(locks_of(here)._died, session, [dead])
+        assert await asyncio.wait_for(next_one, 10) == 2
+        await waiting(here, 0)
+        behind.cancel()
+
+
+async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(here: Desk) -> None:
+    async def anomalies() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (await here.running.client.get("/health/instances")).json()["anomalies"]
+        return found
+
+    with pytest.raises(LockLost, match="an operator released it"):
+        async with lock("x"):
+            assert await anomalies() == []
+            await here.sql("UPDATE service_locks SET acquired_at = now() - interval '11 minutes'")
+            (anomaly,) = await anomalies()
+            assert (anomaly["kind"], anomaly["subject"]) == ("lock_held_long", "x")
+            assert f"{identity(here).name} has held this lock since" in anomaly["detail"]
+            await here.running.client.delete("/locks/x", params={"reason": "it hangs"})
+            assert await anomalies() == []
+            await asyncio.sleep(60)
+    assert await row(here) == (None, 2)
+
+
+async def test_a_forced_release_waits_for_what_is_guarded_and_says_so_if_that_does_not_end(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "PATIENCE", "200ms")
+    async with here.running.context.database.connection() as connection, lock("x") as held:
+        await held.guard(connection)
+        refused = await here.running.client.delete("/locks/x", params={"reason": "it hangs"})
+        assert (refused.status_code, refused.json()["type"]) == (409, "/problems/locked")
+        assert "guarded by the lock 'x' has been open for 200ms" in refused.json()["detail"]
+        assert held.active
+    assert await here.sql("SELECT * FROM lock_releases") == []
 
 
 # -- cost, and what cannot be -----------------------------------------------------------------------------------------

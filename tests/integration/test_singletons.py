@@ -1,0 +1,145 @@
+"""Singletons: whoever has the lock runs it, and whatever it does, somebody has the next turn."""
+
+import asyncio
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from app.fleet import Held, singleton
+from app.fleet.cluster import singletons
+from app.fleet.cluster.singletons import Singletons
+from app.fleet.engine.actions import Catalogue
+from app.fleet.errors import ActionInvalid
+from tests.support import trial_singletons
+from tests.support.runs import Desk, desk, soon
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def without_much_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(singletons, "REST", 0.01)
+
+
+def service_of(instance: Desk, *declared: Any) -> Singletons:
+    made = Singletons(instance.running.context.shared.locks)
+    made.declare(declared)
+    return made
+
+
+async def test_it_is_found_where_actions_are() -> None:
+    assert Catalogue.load(["tests.support.trial_singletons"]).singletons == [trial_singletons.beacon]
+
+
+async def test_one_that_returns_or_raises_has_another_turn(address: str) -> None:
+    tokens: list[int] = []
+
+    @singleton("restless")
+    async def restless(turn: Held) -> None:
+        tokens.append(turn.token)
+        if len(tokens) == 2:
+            raise ValueError("the second time it fails")
+
+    async with desk(address) as here:
+        service = service_of(here, restless)
+        await service.start()
+
+        async def enough() -> bool:
+            return len(tokens) >= 4
+
+        await soon(enough)
+        await service.stop()
+        assert tokens == sorted(set(tokens))
+        assert await here.sql("SELECT instance_id FROM service_locks") == [(None,)]
+
+
+async def test_one_that_ignores_its_end_holds_up_no_shutdown(address: str) -> None:
+    begun = asyncio.Event()
+
+    @singleton("deaf")
+    async def deaf(_: Held) -> None:
+        begun.set()
+        for _times in range(2):
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+
+    async with desk(address) as here:
+        service = service_of(here, deaf)
+        await service.start()
+        await asyncio.wait_for(begun.wait(), 10)
+        await asyncio.wait_for(service.stop(), 10)
+        (task,) = service._tasks
+        assert not task.done()
+        task.cancel()
+
+
+async def test_of_two_instances_one_runs_it_and_hands_it_over_when_it_drains(address: str) -> None:
+    running: list[str] = []
+
+    @singleton("one-of-two")
+    async def one_of_two(turn: Held) -> None:
+        running.append(turn.me.name)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            running.remove(turn.me.name)
+
+    async with desk(address) as first, desk(address) as second:
+        services = [service_of(each, one_of_two) for each in (first, second)]
+        for service in services:
+            await service.start()
+
+        async def there() -> bool:
+            return bool(running)
+
+        await soon(there)
+        assert len(running) == 1
+        (owner,) = running
+        names = [each.running.context.member.identity.name for each in (first, second)]  # type: ignore[union-attr]
+        await services[names.index(owner)].stop()
+        await soon(there)
+        assert running == [name for name in names if name != owner]
+        for service in services:
+            await service.stop()
+        assert running == []
+
+
+def test_two_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @singleton("beacon")
+    async def other(_: Held) -> None: ...
+
+    module = ModuleType("lighthouse")
+    module.beacon = trial_singletons.beacon  # type: ignore[attr-defined]
+    module.other = other  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "lighthouse", module)
+    with pytest.raises(ActionInvalid, match="two singletons are called 'beacon'"):
+        Catalogue.load(["lighthouse"])
+
+
+def test_what_cannot_be_one_is_refused() -> None:
+    async def fine(_: Held) -> None: ...
+
+    def plain(_: Held) -> None: ...
+
+    async def without_a_turn() -> None: ...
+
+    with pytest.raises(ActionInvalid, match=r"'Not A Name' .* a name is a lower-case letter"):
+        singleton("Not A Name")(fine)
+    for wrong in (plain, without_a_turn):
+        with pytest.raises(ActionInvalid, match="it is an async function that takes its turn"):
+            singleton("x")(wrong)  # type: ignore[arg-type]
+
+
+async def test_calling_one_calls_the_function() -> None:
+    seen: list[Held] = []
+
+    @singleton("x")
+    async def x(turn: Held) -> None:
+        seen.append(turn)
+
+    turn = Held(None, None, "x", 1, 5.0, 0.0)  # type: ignore[arg-type]
+    await x(turn)
+    assert seen == [turn]
