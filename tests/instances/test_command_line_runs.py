@@ -519,9 +519,23 @@ def test_a_failed_run_is_tried_again_under_its_id(flotilla: CommandLine) -> None
     assert "trigger the action" in refused.err
 
 
+def test_all_that_failed_is_tried_again_at_once(flotilla: CommandLine) -> None:
+    run_id = flotilla("trigger", "give-up", "--follow", "--json").lines[-1]["run"]
+    assert (
+        flotilla("runs", "retry-all", "--action", "give-up", "--until", "9h").out
+        == "0 runs of give-up: pending again\n"
+    )
+    again = flotilla("runs", "retry-all", "--action", "give-up", "--since", "1h", "--json").json
+    assert again["retried"] >= 1
+    eventually(lambda: state_of(flotilla, run_id) == "failed")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
+        (["retry-all", "--action", "nothing"], 5, "there is no action 'nothing'"),
+        (["retry-all"], 2, "--action"),
+        (["retry-all", "--action", "noop", "--since", "soon"], 2, "--since: 'soon' is not a duration"),
         (["999999999"], 5, "there is no run 999999999"),
         (["999999999", "--follow"], 5, "there is no run 999999999"),
         (["cancel", "999999999"], 5, "there is no run 999999999"),

@@ -1,17 +1,21 @@
 """Runs over HTTP: many at once or none, page by page, one by one, and what an operator may do to them."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from app.fleet.engine import runs
+from app.fleet.engine.trigger import Order
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk
+from tests.support.runs import Desk, desk, soon
 
 pytestmark = pytest.mark.anyio
+FAR = datetime(2999, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -278,3 +282,75 @@ async def test_what_succeeded_is_not_tried_again(here: Desk) -> None:
     ended = await here.run("noop")
     problem = is_problem(await post(here, f"/runs/{ended.id}/retry"), "conflict")
     assert "succeeded" in str(problem["detail"])
+
+
+async def test_all_that_failed_within_some_time_is_tried_again_and_nothing_else(here: Desk) -> None:
+    failed = [(await here.run("give-up")).id for _ in range(4)]
+    (cancelled,) = [await here.trigger("noop", run_at=FAR)]
+    await post(here, f"/runs/{cancelled}/cancel", status=200)
+    other, good = await here.run("quit"), await here.run("noop")
+    await here.sql("UPDATE finished_runs SET finished_at = now() - interval '3 hours' WHERE id = %s", failed[0])
+    await post(here, "/actions/give-up/pause", status=200)
+
+    again = (await post(here, "/runs:retry", {"action": "give-up", "since": "2h", "limit": 2}, 200)).json()
+    assert again == {"retried": 2, "more": True}
+    again = (await post(here, "/runs:retry", {"action": "give-up", "since": 7200}, 200)).json()
+    assert again == {"retried": 1, "more": False}
+    states = {run.id: (run.state, run.attempt) for run in [await here.look(each) for each in failed]}
+    assert states == dict.fromkeys(failed[1:], ("pending", 0)) | {failed[0]: ("failed", 1)}
+    assert [(await here.look(each)).state for each in (cancelled, other.id, good.id)] == [
+        "cancelled",
+        "failed",
+        "succeeded",
+    ]
+
+    again = (await post(here, "/runs:retry", {"action": "give-up", "until": "2h"}, 200)).json()
+    assert again == {"retried": 1, "more": False}
+    both = {"action": "noop", "state": ["failed", "cancelled"]}
+    assert (await post(here, "/runs:retry", both, 200)).json() == {"retried": 1, "more": False}
+    assert (await here.ended(cancelled)).state == "succeeded"
+
+
+async def test_what_fails_again_meanwhile_is_not_tried_again_by_the_same_request(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = [(await here.run("give-up")).id for _ in range(3)]
+    monkeypatch.setattr(runs, "AT_ONCE", 1)
+    again = (await post(here, "/runs:retry", {"action": "give-up"}, 200)).json()
+    assert again == {"retried": 3, "more": False}
+    for run_id in failed:
+        assert (await here.ended(run_id)).state == "failed"
+
+
+async def test_two_who_retry_at_the_same_moment_retry_each_run_once(here: Desk) -> None:
+    await here.trigger_all([Order("give-up")] * 50)
+
+    async def all_failed() -> bool:
+        return await here.sql("SELECT count(*) FROM finished_runs") == [(50,)]
+
+    await soon(all_failed)
+    await post(here, "/actions/give-up/pause", status=200)
+    asked = [post(here, "/runs:retry", {"action": "give-up"}, 200) for _ in range(4)]
+    assert sum(answer.json()["retried"] for answer in await asyncio.gather(*asked)) == 50
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "field"),
+    [
+        ({"action": "nothing"}, "not-found", None),
+        ({}, "invalid", "body.action"),
+        ({"action": "noop", "state": ["succeeded"]}, "invalid", "body.state.0"),
+        ({"action": "noop", "state": []}, "invalid", "body.state"),
+        ({"action": "noop", "since": "soon"}, "invalid", "body.since"),
+        ({"action": "noop", "since": -1}, "invalid", "body.since"),
+        ({"action": "noop", "until": 1e300}, "invalid", "body.until"),
+        ({"action": "noop", "limit": 0}, "invalid", "body.limit"),
+        ({"action": "noop", "ids": [1]}, "invalid", "body.ids"),
+    ],
+)
+async def test_a_retry_of_many_that_cannot_be_is_refused(
+    here: Desk, body: dict[str, Any], kind: str, field: str | None
+) -> None:
+    problem = is_problem(await post(here, "/runs:retry", body), kind)
+    if field is not None:
+        assert [each["field"] for each in problem["errors"]] == [field]  # type: ignore[attr-defined]

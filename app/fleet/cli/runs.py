@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, get_args
 
 import typer
@@ -13,8 +13,9 @@ from app.fleet.cli.terminal import AsJson, at, connected, load, one_line, own_na
 from app.fleet.cli.terminal import took as duration
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.duration import seconds
 from app.fleet.engine import overview, runs
-from app.fleet.engine.runs import RunRecord, State
+from app.fleet.engine.runs import AGAIN, RunRecord, State
 from app.fleet.settings import FleetSettings
 
 LIMIT = 20
@@ -112,6 +113,32 @@ def retry(run: RunId, as_json: AsJson = False) -> None:
         say(headline(record))
 
 
+@app.command(name="retry-all")
+def retry_all(
+    action: Annotated[str, typer.Option(help="Of this action.")],
+    since: Annotated[
+        str | None, typer.Option(metavar="2h", help="Those that ended at most so long ago; all, without.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="10m", help="And at least so long ago.")] = None,
+    cancelled: Annotated[bool, typer.Option("--cancelled", help="Those that were cancelled, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Have all runs of an action tried again that failed within some time."""
+    states = [*AGAIN] if cancelled else ["failed"]
+    count = asyncio.run(revive(load(), action, states, ago("--since", since), ago("--until", until)))
+    if as_json:
+        say_json({"retried": count})
+    else:
+        say(f"{count} run{'' if count == 1 else 's'} of {action}: pending again")
+
+
+def ago(option: str, given: str | None) -> timedelta | None:
+    try:
+        return None if given is None else timedelta(seconds=seconds(given))
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
 # -- asking -----------------------------------------------------------------------------------------------------------
 
 Request = Callable[[Connection, Namespace, int], Awaitable[RunRecord]]
@@ -120,6 +147,14 @@ Request = Callable[[Connection, Namespace, int], Awaitable[RunRecord]]
 async def do(settings: FleetSettings, request: Request, run: int) -> RunRecord:
     async with connected(settings) as (connection, namespace):
         return await request(connection, namespace, run)
+
+
+async def revive(
+    settings: FleetSettings, action: str, states: list[str], since: timedelta | None, until: timedelta | None
+) -> int:
+    async with connected(settings) as (connection, namespace):
+        action_id = await overview.id_of(connection, namespace, action)
+        return await runs.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
 
 
 async def newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[RunRecord]:

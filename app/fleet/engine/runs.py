@@ -6,7 +6,7 @@ What an operator may do to a run is here too: cancel it, or have it tried again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal, get_args
 
 from psycopg.rows import class_row
@@ -22,6 +22,11 @@ from app.fleet.stream.feed import noted
 State = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 Trigger = Literal["schedule", "api", "code"]
 ACTIVE = ("pending", "running")
+# What may be had tried again.
+Again = Literal["failed", "cancelled"]
+AGAIN: tuple[str, ...] = get_args(Again)
+# How many in one statement.
+AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,15 @@ WHERE id = %(id)s AND state = 'running'
 RETURNING pg_notify('{channel}', 'cancel:' || id)
 """
 
-# The same run again: same id, same key, from its last checkpoint. Its token is kept, so that it goes on growing.
-REVIVE = f"""
+
+def revive(which: str, then: str) -> str:
+    """Return the statement that has runs tried again that ended.
+
+    They are the same runs: same id, same key, from the last checkpoint. The token is kept, so that it goes on growing.
+    """
+    return f"""
 WITH back AS (
-    DELETE FROM {{schema}}.finished_runs WHERE id = %(id)s AND state IN ('failed', 'cancelled') RETURNING *
+    DELETE FROM {{schema}}.finished_runs WHERE {which} RETURNING *
 ), added AS (
     INSERT INTO {{schema}}.runs (
         id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, payload,
@@ -104,8 +114,25 @@ WITH back AS (
 ), noted AS (
     {noted("added", "'pending'")}
 )
-{tell("added")}
+{then}
 """
+
+
+REVIVE = revive("id = %(id)s AND state IN ('failed', 'cancelled')", tell("added"))
+
+# A batch of those that ended in a state, of one action, within some time. Several who ask do not wait for each other.
+REVIVE_MANY = revive(
+    """id = ANY (ARRAY(
+        SELECT f.id
+        FROM {schema}.finished_runs AS f
+        WHERE f.action_id = %(action)s AND f.state = ANY (%(states)s::text[])
+          AND f.finished_at >= coalesce(%(since)s::timestamptz, '-infinity') AND f.finished_at <= %(until)s
+        ORDER BY f.id
+        LIMIT %(most)s
+        FOR UPDATE SKIP LOCKED
+    ))""",
+    f"SELECT (SELECT count(*) FROM added), (SELECT count(pg_notify) FROM ({tell('added')}) AS told)",
+)
 
 HURRY = f"""
 WITH hurried AS (
@@ -167,6 +194,42 @@ async def cancel(connection: Connection, namespace: Namespace, identifier: int) 
                 return await find(connection, namespace, identifier)
     run = await find(connection, namespace, identifier)
     raise RunNotReady(f"run {identifier} has ended already ({run.state}), and cannot be cancelled")
+
+
+async def retry_many(
+    connection: Connection,
+    namespace: Namespace,
+    action_id: int,
+    *,
+    states: Sequence[str] = ("failed",),
+    since: timedelta | None = None,
+    until: timedelta | None = None,
+    most: int | None = None,
+) -> int:
+    """Have runs tried again that ended in these states, at most and at least so long ago; return how many.
+
+    In batches, each a transaction of its own on a connection in autocommit. What fails again meanwhile is left alone.
+    """
+    values: dict[str, Any] = {"action": action_id, "states": list(states)}
+    values["since"], values["until"] = await instants(connection, namespace, since, until)
+    done = 0
+    while most is None or done < most:
+        values["most"] = AT_ONCE if most is None else min(AT_ONCE, most - done)
+        row = await (await connection.execute(namespace.sql(REVIVE_MANY), values)).fetchone()
+        assert row is not None
+        done += row[0]
+        if row[0] < values["most"]:
+            break
+    return done
+
+
+async def instants(
+    connection: Connection, namespace: Namespace, since: timedelta | None, until: timedelta | None
+) -> tuple[datetime | None, datetime]:
+    """When that was, by PostgreSQL's clock."""
+    row = await (await connection.execute(namespace.sql("SELECT clock_timestamp()"))).fetchone()
+    assert row is not None
+    return None if since is None else row[0] - since, row[0] - (until or timedelta(0))
 
 
 async def retry(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:

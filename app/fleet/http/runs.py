@@ -9,14 +9,16 @@ import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, get_args
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from app.fleet.duration import seconds, written
 from app.fleet.engine import overview, runs
-from app.fleet.engine.runs import RunRecord, State
+from app.fleet.engine.runs import Again, RunRecord, State
 from app.fleet.engine.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown, PayloadInvalid, RunUnknown
 from app.fleet.http import idempotency
@@ -41,6 +43,8 @@ from app.fleet.stream.relay import CHANGED
 router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
 
 GREATEST_ID = 2**63 - 1
+RETRIED_MOST = 10_000
+LONGEST_AGO = 3650 * 86400.0
 STATES = TypeAdapter(list[State])
 
 RunId = Annotated[str, Path(alias="id", description="A whole number")]
@@ -55,6 +59,40 @@ class RunList:
 class RunPage:
     items: list[RunRecord]
     next_cursor: str | None
+
+
+def read_duration(given: object) -> timedelta | None:
+    """Read `2h`, or a number of seconds."""
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        raise ValueError("a duration is a text such as '2h', or a number of seconds")  # noqa: TRY004 — pydantic's way
+    if not 0 <= seconds(given) <= LONGEST_AGO:
+        raise ValueError(f"so long ago can be from 0 s to {written(LONGEST_AGO)}")
+    return timedelta(seconds=seconds(given))
+
+
+LongAgo = Annotated[timedelta | None, BeforeValidator(read_duration)]
+
+
+class RetryWanted(BaseModel):
+    """Which runs are to be tried again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    action: str
+    state: Annotated[list[Again], Field(min_length=1)] = ["failed"]
+    # How long ago they ended: at most, and at least.
+    since: LongAgo = None
+    until: LongAgo = None
+    limit: Annotated[int, Field(ge=1, le=RETRIED_MOST)] = RETRIED_MOST
+
+
+@dataclass(frozen=True)
+class Retried:
+    retried: int
+    # There may be more: ask again.
+    more: bool
 
 
 RUN_LIST = TypeAdapter(RunList)
@@ -79,6 +117,24 @@ async def trigger_many(request: Request, context: InContext, idempotency_key: Id
         raise misfits(context, orders) from None
     made = await records(context, triggered)
     return answer(RUN_LIST, RunList(made), 202 if any(each.new for each in triggered) else 200)
+
+
+@router.post("/runs:retry")
+async def retry_many(wanted: RetryWanted, context: InContext) -> Retried:
+    """Have runs of an action tried again that failed, or were cancelled, within some time; up to `limit` of them."""
+    namespace = context.database.namespace
+    async with context.database.autocommit() as connection:
+        action_id = await overview.id_of(connection, namespace, wanted.action)
+        done = await runs.retry_many(
+            connection,
+            namespace,
+            action_id,
+            states=wanted.state,
+            since=wanted.since,
+            until=wanted.until,
+            most=wanted.limit,
+        )
+    return Retried(retried=done, more=done == wanted.limit)
 
 
 @router.get("/runs", response_model=RunPage)
