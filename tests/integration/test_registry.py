@@ -232,9 +232,13 @@ def test_asking_somebody_unknown_to_leave_says_so(ours: DirectSession) -> None:
 
 def test_a_request_to_leave_is_read_from_the_row_at_the_next_beat(ours: DirectSession, theirs: DirectSession) -> None:
     identity = REGISTER.join(ours, wanted(), "ready")
-    assert REGISTER.beat(ours, identity.id, "ready", 0) == (False, None)
+    answer = REGISTER.beat(ours, identity.id, "ready", 0)
+    assert answer is not None
+    assert not answer.asked_to_leave
     REGISTER.request_drain(theirs, identity.name, "a test")
-    assert REGISTER.beat(ours, identity.id, "ready", 0) == (True, "a test")
+    answer = REGISTER.beat(ours, identity.id, "ready", 0)
+    assert answer is not None
+    assert (answer.asked_to_leave, answer.reason) == (True, "a test")
 
 
 def test_a_former_session_that_still_holds_our_presence_is_ended_and_no_other(

@@ -21,7 +21,19 @@ from app.settings import Settings
 from tests.support.trial_singletons import beacon
 
 pytestmark = pytest.mark.anyio
-KINDS = ["pool", "member", "locks", "singletons", "relay", "hub", "executor", "lookout", "retention", "scheduler"]
+KINDS = [
+    "pool",
+    "member",
+    "locks",
+    "singletons",
+    "anomalies",
+    "relay",
+    "hub",
+    "executor",
+    "lookout",
+    "retention",
+    "scheduler",
+]
 
 
 @pytest.fixture
@@ -57,7 +69,7 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
                 return Member(settings, addresses, namespace, shared, version="test", on_leave=print)
             case "relay" | "hub":
                 return cast("Service", getattr(stream(), kind))
-            case "locks" | "singletons":
+            case "locks" | "singletons" | "anomalies":
                 return cast("Service", getattr(coordination(), kind))
             case _:
                 return cast("Service", getattr(engine(), kind))

@@ -1,26 +1,58 @@
 """What should not be, although nothing is broken yet: found by looking, told with what to do.
 
-Each kind has a page in docs/runbook. A check only reads, and takes no part in keeping anything safe.
-
     kind                subject        means
     heartbeat_late      an instance    its session lives, but it has not said so for a while
+    clock_difference    an instance    its machine's clock and PostgreSQL's are apart
     no_leader           the namespace  living instances, and nobody leads
+    leader_flapping     the namespace  leadership changes hands again and again
     connection_budget   the database   the living could together open more sessions than the server allows
     lock_held_long      a lock         it has been held for longer than a lock should be (singletons' excepted)
+    run_stuck           a run          its deadline is long over, and nobody has taken it back (`engine/recovery.py`)
+
+Each is in `GET /health/instances`, which looks when it is asked. The leader looks now and then by itself: for the log,
+where each is said once when it comes and once when it is over, and for a metric. Each kind has a page in docs/runbook.
+
+A check only reads, and takes no part in keeping anything safe. Rooms above add theirs (`Anomalies.add`).
 """
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+import psycopg
+
+from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
 from app.fleet.cluster.singletons import RESERVED
-from app.fleet.db.pool import Database
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Connection, Database
+from app.fleet.errors import DatabaseError
+from app.fleet.service import Service, let_go
+from app.fleet.telemetry.logs import events
 
+KINDS = (
+    "heartbeat_late",
+    "clock_difference",
+    "no_leader",
+    "leader_flapping",
+    "connection_budget",
+    "lock_held_long",
+    "run_stuck",
+)
+EVERY = 30.0
+AFTER_DEFECT = 5.0
 LATE_MS = 3000
-KINDS = ("heartbeat_late", "no_leader", "connection_budget", "lock_held_long")
+APART = 2.0
 HELD_LONG = timedelta(minutes=10)
+# So many terms of leadership in so long are too many. A rolling deploy of three instances has three.
+FLAPS = 6
+FLAPPING = timedelta(minutes=10)
+
+log = events(__name__)
 
 ALLOWED_CONNECTIONS = """
 SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
@@ -34,6 +66,12 @@ ORDER BY acquired_at
 LIMIT 100
 """
 
+TERMS = """
+SELECT count(*), min(began_at), string_agg(DISTINCT instance, ', ' ORDER BY instance)
+FROM {schema}.leader_terms
+WHERE began_at > clock_timestamp() - %(within)s
+"""
+
 
 @dataclass(frozen=True)
 class Anomaly:
@@ -43,19 +81,112 @@ class Anomaly:
     detail: str
 
 
-async def find_anomalies(database: Database, instances: Sequence[Instance]) -> list[Anomaly]:
-    async with database.connection() as connection:
-        row = await (await connection.execute(ALLOWED_CONNECTIONS)).fetchone()
-        values = {"long": HELD_LONG, "but": RESERVED}
-        locks = await (await connection.execute(database.namespace.sql(HELD_TOO_LONG), values)).fetchall()
+# Looks with this connection, and is told of the living instances.
+Check = Callable[[Connection, Namespace, Sequence[Instance]], Awaitable[Iterable[Anomaly]]]
+
+
+class Anomalies(Service):
+    """What is looked for in this namespace, and what this instance found last, if it leads."""
+
+    name = "anomalies"
+
+    def __init__(self, database: Database, member: Member) -> None:
+        super().__init__()
+        self._database = database
+        self._member = member
+        self._checks: list[Check] = [of_instances, of_leadership, of_locks]
+        self._known: dict[tuple[str, str], Anomaly] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, check: Check) -> None:
+        self._checks.append(check)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many of each kind there were when this instance looked last; none, if it does not lead."""
+        return Counter(kind for kind, _ in self._known)
+
+    async def find(self, instances: Sequence[Instance]) -> list[Anomaly]:
+        """Look for everything, now."""
+        living = [instance for instance in instances if instance.living]
+        async with self._database.autocommit() as connection:
+            found = [await check(connection, self._database.namespace, living) for check in self._checks]
+        return [anomaly for each in found for anomaly in each]
+
+    async def look(self) -> None:
+        """Look, and say what is new and what is over."""
+        found = {(each.kind, each.subject): each for each in await self.find(await self._member.instances())}
+        for key, anomaly in found.items():
+            if key not in self._known:
+                log.warning("anomaly.found", kind=anomaly.kind, subject=anomaly.subject, detail=anomaly.detail)
+        for kind, subject in self._known.keys() - found.keys():
+            log.info("anomaly.over", kind=kind, subject=subject)
+        self._known = found
+
+    async def _start(self) -> None:
+        self._task = asyncio.create_task(self._look_for_ever(), name="anomalies")
+
+    async def _stop(self) -> None:
+        await let_go(self._task)
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY * random.uniform(0.75, 1.25))
+            try:
+                if self._member.leading:
+                    await self.look()
+                else:
+                    self._known = {}
+            except (psycopg.Error, DatabaseError) as error:
+                log.debug("anomalies.failed", reason=" ".join(str(error).split()))
+            except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+                log.error("cluster.defect", error=error, service="anomalies")
+                await asyncio.sleep(AFTER_DEFECT)
+
+
+# -- the checks of this room ------------------------------------------------------------------------------------------
+
+
+async def of_instances(connection: Connection, _: Namespace, living: Sequence[Instance]) -> Iterable[Anomaly]:
+    row = await (await connection.execute(ALLOWED_CONNECTIONS)).fetchone()
     assert row is not None
-    living = [instance for instance in instances if instance.living]
-    return [
-        *late(living),
-        *leaderless(database.namespace.name, living),
-        *over_budget(living, int(row[0])),
-        *held_long(locks),
-    ]
+    return [*late(living), *apart(living), *over_budget(living, int(row[0]))]
+
+
+async def of_leadership(connection: Connection, namespace: Namespace, living: Sequence[Instance]) -> Iterable[Anomaly]:
+    row = await (await connection.execute(namespace.sql(TERMS), {"within": FLAPPING})).fetchone()
+    assert row is not None
+    return [*leaderless(namespace.name, living), *flapping(namespace.name, *row)]
+
+
+async def of_locks(connection: Connection, namespace: Namespace, _: Sequence[Instance]) -> Iterable[Anomaly]:
+    values = {"long": HELD_LONG, "but": RESERVED}
+    return held_long(await (await connection.execute(namespace.sql(HELD_TOO_LONG), values)).fetchall())
+
+
+def apart(living: Sequence[Instance]) -> Iterator[Anomaly]:
+    for instance in living:
+        if instance.clock_ahead is not None and abs(instance.clock_ahead) > APART:
+            way = "ahead of" if instance.clock_ahead > 0 else "behind"
+            yield Anomaly(
+                "clock_difference",
+                instance.name,
+                instance.started_at,
+                f"the clock of {instance.hostname} is {abs(instance.clock_ahead):.1f} s {way} PostgreSQL's: the fleet "
+                f"goes by PostgreSQL's alone, but logs, certificates and your own code may not; look at its time "
+                f"synchronisation",
+            )
+
+
+def flapping(namespace: str, terms: int, since: datetime, names: str) -> Iterator[Anomaly]:
+    if terms >= FLAPS:
+        yield Anomaly(
+            "leader_flapping",
+            namespace,
+            since,
+            f"leadership has changed hands {terms} times within {FLAPPING.total_seconds() / 60:.0f} minutes, between "
+            f"{names}: their sessions end again and again; see why in their logs",
+        )
 
 
 def late(living: Sequence[Instance]) -> Iterator[Anomaly]:

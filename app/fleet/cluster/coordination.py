@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import get_args
 
+from app.fleet.cluster.anomalies import Anomalies
 from app.fleet.cluster.locks import NAME_MOST, TTL_LEAST, TTL_MOST, Held, Locks, OnLoss, Wanted
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.singletons import RESERVED, Singletons
@@ -25,11 +26,12 @@ class Coordination:
         self.member = member
         self.locks = Locks(database, member)
         self.singletons = Singletons(self.locks)
+        self.anomalies = Anomalies(database, member)
 
     @property
     def services(self) -> Sequence[Service]:
         """In the order in which they start."""
-        return (self.locks,)
+        return (self.locks, self.anomalies)
 
 
 # -- for the service's code -------------------------------------------------------------------------------------------

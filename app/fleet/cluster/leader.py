@@ -36,7 +36,7 @@ from app.fleet.cluster.registry import GRACE, RELINK_GRACE, Identity, Register, 
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.telemetry.logs import events, redact
 
-LOOK = 0.125
+LOOK = 0.135
 PRUNE_EVERY = 60.0
 RETRY = 0.1
 RETRY_AFTER_DEFECT = 1.0
@@ -131,12 +131,21 @@ class Leader:
         self.terms += 1
         self._free_since.clear()
         self._change(True)
+        self._look(session)
+        self._write_down_term(identity)
         while not self._stopping.is_set() and self._link.identity == identity:
             self._look(session)
             if clock() - self._pruned_at > PRUNE_EVERY:
                 self._pruned_at = clock()
                 self._write(self._register.prune)
             self._stopping.wait(self._until_next_look())
+
+    def _write_down_term(self, identity: Identity) -> None:
+        """For people, who want to know who led when; leading does not depend on it."""
+        try:
+            self._write(partial(self._register.begin_term, identity))
+        except psycopg.Error as error:
+            log.debug("leader.term_unwritten", reason=redact(" ".join(str(error).split())))
 
     def _look(self, session: Session) -> None:
         """See whose presence lock is free, and declare those gone that had their time."""

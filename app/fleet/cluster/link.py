@@ -103,6 +103,7 @@ class Link:
         self._identity: Identity | None = None
         self._backend_pid = 0
         self._trusted_until = 0.0
+        self._ahead: float | None = None
         self._drain_told = False
         self._farewell: Farewell | None = None
         self._joined: Future[Identity] = Future()
@@ -224,21 +225,23 @@ class Link:
     def _beat(self, session: DirectSession) -> None:
         assert self._identity is not None
         sent, saying = clock(), len(self._saying)
-        answer = self._register.beat(session, self._identity.id, self._state, self._running())
+        before = time.time()
+        answer = self._register.beat(session, self._identity.id, self._state, self._running(), self._ahead)
         if answer is None:
             raise psycopg.OperationalError("this instance was declared gone")
         self._trusted_until = sent + PATIENCE
         self.figures.last_beat_seconds = clock() - sent
+        # Of the middle between question and answer; said with the next heartbeat, for people to read.
+        self._ahead = (before + time.time()) / 2 - answer.now.timestamp()
         for _ in range(saying):
             said = self._saying.popleft()
             # False for one whose waiter has given up: it was said all the same.
             if said.set_running_or_notify_cancel():
                 said.set_result(None)
-        asked, reason = answer
-        if asked and not self._drain_told:
+        if answer.asked_to_leave and not self._drain_told:
             self._drain_told = True
-            log.info("instance.asked_to_leave", reason=reason)
-            self._tell.on_drain_requested(reason or "requested")
+            log.info("instance.asked_to_leave", reason=answer.reason)
+            self._tell.on_drain_requested(answer.reason or "requested")
         self._tell.on_beat(session, self._identity)
 
     def _listen(self, session: DirectSession, until: float) -> None:

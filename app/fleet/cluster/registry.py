@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from uuid import UUID
 
 import psycopg
@@ -74,9 +74,9 @@ WHERE l.locktype = 'advisory' AND l.granted AND l.pid = %(pid)s
 
 BEAT = """
 UPDATE {schema}.instances
-SET heartbeat_at = clock_timestamp(), state = %(state)s, running = %(running)s
+SET heartbeat_at = clock_timestamp(), state = %(state)s, running = %(running)s, clock_ahead = %(ahead)s
 WHERE id = %(id)s AND state <> 'gone'
-RETURNING drain_requested_at IS NOT NULL, drain_reason
+RETURNING drain_requested_at IS NOT NULL, drain_reason, clock_timestamp()
 """
 
 LEAVE = """
@@ -130,7 +130,7 @@ LIST = """
 SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.workspace, i.connections, i.running,
        i.started_at, i.gone_at, i.gone_reason, i.shutdown, i.server_started_at,
        (extract(epoch FROM clock_timestamp() - i.heartbeat_at) * 1000)::int8 AS heartbeat_age_ms,
-       i.heartbeat_at,
+       i.heartbeat_at, i.clock_ahead,
        i.state <> 'gone' AND EXISTS (
            SELECT FROM pg_catalog.pg_locks AS l
            WHERE l.locktype = 'relation' AND l.granted AND l.mode = 'ExclusiveLock' AND l.pid = i.turn_pid
@@ -156,6 +156,10 @@ SET drain_requested_at = coalesce(drain_requested_at, clock_timestamp()), drain_
 WHERE name = %(name)s AND state <> 'gone'
 RETURNING id
 """
+
+BEGIN_TERM = "INSERT INTO {schema}.leader_terms (instance_id, instance) VALUES (%(id)s, %(name)s)"
+
+FORGET_TERMS = "DELETE FROM {schema}.leader_terms WHERE began_at < clock_timestamp() - interval '7 days'"
 
 # The gone stay visible for ten minutes (above), and findable for a week. A small batch, so that it holds up nobody.
 PRUNE = """
@@ -196,6 +200,14 @@ class Identity:
     run_id: UUID
 
 
+class Answered(NamedTuple):
+    """What a heartbeat is answered with."""
+
+    asked_to_leave: bool
+    reason: str | None
+    now: datetime
+
+
 @dataclass(frozen=True)
 class Instance:
     """A row of the register, as others see it."""
@@ -218,6 +230,8 @@ class Instance:
     gone_at: datetime | None
     gone_reason: str | None
     shutdown: list[dict[str, Any]] | None
+    # Seconds; null until it has compared them.
+    clock_ahead: float | None
     leader: bool
     # The names of those it holds.
     locks: Sequence[str]
@@ -271,11 +285,13 @@ class Register:
         """Take the row up again; false if it was declared gone meanwhile."""
         return session.execute(self._sql(RELINK), {"id": identifier}).rowcount == 1
 
-    def beat(self, session: Session, identifier: int, state: str, running: int) -> tuple[bool, str | None] | None:
-        """Say that we live. Returns whether we are asked to leave, and why; None if we were declared gone."""
-        values = {"id": identifier, "state": state, "running": running}
+    def beat(
+        self, session: Session, identifier: int, state: str, running: int, ahead: float | None = None
+    ) -> Answered | None:
+        """Say that we live; None if we were declared gone."""
+        values = {"id": identifier, "state": state, "running": running, "ahead": ahead}
         row = session.execute(self._sql(BEAT), values).fetchone()
-        return None if row is None else (bool(row[0]), row[1])
+        return None if row is None else Answered(*row)
 
     def leave(self, session: Session, identifier: int, reason: str, shutdown: list[dict[str, Any]]) -> None:
         """Declare ourselves gone, unless somebody has; what a death asks for happens once, whoever is first."""
@@ -336,7 +352,11 @@ class Register:
         self.notify(session, f"drain:{row[0]}")
         return int(row[0])
 
+    def begin_term(self, identity: Identity, session: Session) -> None:
+        session.execute(self._sql(BEGIN_TERM), {"id": identity.id, "name": identity.name})
+
     def prune(self, session: Session) -> int:
+        session.execute(self._sql(FORGET_TERMS))
         return session.execute(self._sql(PRUNE)).rowcount
 
     def notify(self, session: Session, payload: str) -> None:

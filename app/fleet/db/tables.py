@@ -63,6 +63,8 @@ instances = Table(
     Column("server_started_at", DateTime(timezone=True), nullable=False),
     # The backend of its session in the queue for leadership.
     Column("turn_pid", Integer),
+    # How far its machine's clock is ahead of PostgreSQL's, in seconds, as of its last heartbeat; for people.
+    Column("clock_ahead", Float),
     Column("drain_requested_at", DateTime(timezone=True)),
     Column("drain_reason", Text),
     Column("gone_at", DateTime(timezone=True)),
@@ -80,6 +82,17 @@ instances = Table(
     ),
     # A heartbeat touches no indexed column and finds room on its page: it leaves no dead index entries behind.
     postgresql_with={"fillfactor": "50"},
+)
+
+# Who led when: to see whether leadership changes hands too often.
+leader_terms = Table(
+    "leader_terms",
+    metadata,
+    Column("id", BigInteger, Identity(), primary_key=True),
+    Column("instance_id", Integer, nullable=False),
+    Column("instance", Text, nullable=False),
+    Column("began_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Index("leader_terms_began_at", "began_at"),
 )
 
 # A row for each name that was ever locked, held or not: its token never starts again.

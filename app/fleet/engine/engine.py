@@ -64,6 +64,7 @@ class Engine:
         self._shared = shared
         self._feed_retention = timedelta(seconds=settings.feed_retention)
         member.on_death(recovery.TakeBack(database.namespace))
+        shared.anomalies.add(recovery.stuck)
         member.on_lost(self.executor.drop)
         member.on_elected(self._elected)
         member.on_notification("runs", self._runs_wait)

@@ -19,7 +19,8 @@ library, more memory than there is) would take one after the other, so `DEATHS` 
 from collections.abc import Sequence
 from typing import Any
 
-from app.fleet.cluster.registry import Session
+from app.fleet.cluster.anomalies import Anomaly
+from app.fleet.cluster.registry import Instance, Session
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import FACTOR
@@ -31,6 +32,7 @@ from app.fleet.stream.feed import noted
 DEATHS = 20
 # How long after its deadline a run is taken from an instance that still lives.
 SLACK = 8.0
+STUCK_AFTER = 60.0
 
 TAKE_BACK = f"""
 WITH lost AS MATERIALIZED (
@@ -107,6 +109,17 @@ WITH lost AS MATERIALIZED (
 """
 
 
+# Its deadline is long over, and neither its instance nor any other has ended it.
+STUCK = """
+SELECT r.id, a.name, r.instance, r.deadline_at
+FROM {schema}.runs AS r
+JOIN {schema}.actions AS a ON a.id = r.action_id
+WHERE r.state = 'running' AND r.deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)
+ORDER BY r.deadline_at
+LIMIT 100
+"""
+
+
 class TakeBack:
     """What a death means for runs; called in its transaction (`registry.DeathHook`)."""
 
@@ -116,6 +129,21 @@ class TakeBack:
     def __call__(self, session: Session, dead: Sequence[int]) -> None:
         session.execute(self._sql(TAKE_BACK), {"dead": list(dead)})
         session.execute(self._sql(FORGET_STANDBY), {"dead": list(dead)})
+
+
+async def stuck(connection: Connection, namespace: Namespace, _: Sequence[Instance]) -> list[Anomaly]:
+    """Look for runs that should have been taken back long ago."""
+    rows = await (await connection.execute(namespace.sql(STUCK), {"slack": STUCK_AFTER})).fetchall()
+    return [
+        Anomaly(
+            "run_stuck",
+            f"run {run_id}",
+            deadline,
+            f"{action} on {instance}: its deadline was {deadline:%Y-%m-%d %H:%M:%S %Z}, and nobody could take it back; "
+            f"most often a transaction that is guarded by it is still open",
+        )
+        for run_id, action, instance, deadline in rows
+    ]
 
 
 async def sweep(connection: Connection, namespace: Namespace, *, slack: float = SLACK) -> None:

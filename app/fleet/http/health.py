@@ -11,7 +11,6 @@ from uuid import UUID
 from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
-from app.fleet.cluster.anomalies import find_anomalies
 from app.fleet.cluster.registry import Instance
 from app.fleet.http.auth import needs
 from app.fleet.http.context import InContext
@@ -95,7 +94,7 @@ async def instances(context: InContext) -> InstancesView:
         self=identity.name if identity else None,
         leader=next((row.name for row in rows if row.leader), None),
         instances=[view(row) for row in rows],
-        anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await find_anomalies(context.database, rows)],
+        anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await context.shared.anomalies.find(rows)],
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from app.fleet.cluster import anomalies
 from app.fleet.engine.ledger import OUTCOMES, WRITES
 from app.fleet.http.auth import needs
 from app.fleet.http.context import Context, InContext
@@ -56,6 +57,7 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_streams_followed_runs": context.stream.hub.followed,
         "flotilla_streams_reads_total": context.stream.hub.reads,
         "flotilla_streams_notifications_total": context.stream.relay.sent,
+        "flotilla_anomalies": {(kind,): context.shared.anomalies.counts[kind] for kind in anomalies.KINDS},
         "flotilla_locks_held": context.shared.locks.held,
         "flotilla_locks_waiting": context.shared.locks.waiting,
         "flotilla_locks_taken_total": context.shared.locks.taken,

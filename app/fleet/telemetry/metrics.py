@@ -52,6 +52,7 @@ DEFINITIONS = (
     Definition("flotilla_streams_followed_runs", "gauge", "Runs that somebody follows at this instance"),
     Definition("flotilla_streams_reads_total", "counter", "Reads for all who follow something here"),
     Definition("flotilla_streams_notifications_total", "counter", "Notifications sent for those who follow, anywhere"),
+    Definition("flotilla_anomalies", "gauge", "What should not be, as of the leader's last look", ("kind",)),
     Definition("flotilla_locks_held", "gauge", "Locks held on this instance, those of its singletons included"),
     Definition("flotilla_locks_waiting", "gauge", "Those who wait for a lock on this instance"),
     Definition("flotilla_locks_taken_total", "counter", "Locks this instance was given"),

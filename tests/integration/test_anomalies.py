@@ -1,0 +1,113 @@
+"""Anomalies: each is found, said once, counted, and over when its remedy was taken."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from app.fleet.cluster.anomalies import KINDS, Anomalies
+from tests.support.runs import Desk, desk, soon
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address) as own:
+        yield own
+
+
+def anomalies_of(instance: Desk) -> Anomalies:
+    return instance.running.context.shared.anomalies
+
+
+async def found(instance: Desk) -> dict[str, str]:
+    """The kinds and subjects that anyone is shown."""
+    view = (await instance.running.client.get("/health/instances")).json()
+    return {each["kind"]: each["subject"] for each in view["anomalies"]}
+
+
+async def test_each_is_said_once_when_it_comes_and_once_when_it_is_over(
+    here: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "app.fleet.cluster.anomalies")
+    await here.sql("UPDATE instances SET clock_ahead = 3600")
+    for _ in range(2):
+        await anomalies_of(here).look()
+    assert [record.getMessage() for record in caplog.records] == ["anomaly.found"]
+    assert anomalies_of(here).counts == {"clock_difference": 1}
+    metrics = (await here.running.client.get("/metrics")).text
+    assert 'flotilla_anomalies{kind="clock_difference"} 1.0' in metrics
+    assert all(f'flotilla_anomalies{{kind="{kind}"}}' in metrics for kind in KINDS)
+    caplog.clear()
+    await here.sql("UPDATE instances SET clock_ahead = 0")
+    await anomalies_of(here).look()
+    assert [record.getMessage() for record in caplog.records] == ["anomaly.over"]
+    assert anomalies_of(here).counts == {}
+
+
+async def test_the_leader_looks_by_itself_and_the_others_do_not(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.fleet.cluster.anomalies.EVERY", 0.02)
+    async with desk(address) as first, desk(address) as second:
+        leading = {each.running.context.member.leading: each for each in (first, second)}
+        await first.sql("INSERT INTO leader_terms (instance_id, instance) SELECT 1, 'x' FROM generate_series(1, 9)")
+
+        async def seen() -> bool:
+            return anomalies_of(leading[True]).counts["leader_flapping"] == 1
+
+        await soon(seen)
+        assert anomalies_of(leading[False]).counts == {}
+
+
+async def test_a_clock_that_is_wrong_is_measured_with_the_heartbeat(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (ahead,) = [each.clock_ahead or 0.0 for each in await here.running.context.member.instances()]
+    assert abs(ahead) < 2
+    real = time.time
+    monkeypatch.setattr("app.fleet.cluster.link.time.time", lambda: real() + 100)
+
+    async def noticed() -> bool:
+        return "clock_difference" in await found(here)
+
+    await soon(noticed)
+    # The remedy: the clock is set right.
+    monkeypatch.undo()
+
+    async def over() -> bool:
+        return await found(here) == {}
+
+    await soon(over)
+
+
+async def test_leadership_that_changes_hands_again_and_again_is_flapping(here: Desk) -> None:
+    assert await here.sql("SELECT instance FROM leader_terms") == [("flotilla-1",)]
+    await here.sql("INSERT INTO leader_terms (instance_id, instance) SELECT 7, 'flotilla-7' FROM generate_series(1, 4)")
+    assert await found(here) == {}
+    await here.sql("INSERT INTO leader_terms (instance_id, instance) VALUES (7, 'flotilla-7')")
+    assert await found(here) == {"leader_flapping": "flotilla"}
+    await here.sql("UPDATE leader_terms SET began_at = began_at - interval '11 minutes'")
+    assert await found(here) == {}
+
+
+async def test_a_run_that_nobody_can_take_back_is_stuck_until_what_holds_it_has_ended(here: Desk) -> None:
+    run_id = await here.trigger("nap", {"seconds": 3600})
+    await here.until(run_id, "running")
+    async with here.running.context.database.connection() as guarded:
+        await guarded.execute("SELECT FROM flotilla.runs WHERE id = %s FOR KEY SHARE", [run_id])
+        ((backend,),) = await (await guarded.execute("SELECT pg_backend_pid()")).fetchall()
+        await here.sql("UPDATE runs SET deadline_at = now() - interval '2 minutes' WHERE id = %s", run_id)
+        assert await found(here) == {"run_stuck": f"run {run_id}"}
+        # The remedy.
+        with pytest.raises(Exception, match=r"terminat|closed"):
+            await here.sql("SELECT pg_terminate_backend(%s)", backend)
+            await asyncio.sleep(0.1)
+            await guarded.execute("SELECT 1")
+
+    async def over() -> bool:
+        return await found(here) == {}
+
+    await soon(over)
+    assert "exceeded its deadline" in ((await here.look(run_id)).error or "")
