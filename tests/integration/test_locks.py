@@ -88,6 +88,10 @@ async def waiting(instance: Desk, count: int) -> None:
     await soon(look)
 
 
+async def look_away(_: object) -> None:
+    """See nothing: for who is to be told."""
+
+
 # -- one at a time, in turn -------------------------------------------------------------------------------------------
 
 
@@ -259,6 +263,21 @@ async def test_nobody_is_let_in_before_what_is_guarded_has_ended(here: Desk, the
     assert await asyncio.wait_for(next_one, 20) == 2
 
 
+async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_ended(
+    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the one who let go, and not only by those who wait: they look seldom."""
+    over = asyncio.Event()
+    over.set()
+    monkeypatch.setattr(locks_of(there), "_look", look_away)
+    async with here.running.context.database.connection() as connection:
+        async with lock("x") as held:
+            next_one = at(there, lambda: hold("x", over))
+            await waiting(here, 1)
+            await held.guard(connection)
+    assert await asyncio.wait_for(next_one, 20) == 2
+
+
 async def test_a_renewal_does_not_wait_for_what_is_guarded(here: Desk) -> None:
     async with lock("x", ttl="3s") as held, here.running.context.database.connection() as connection:
         await held.guard(connection)
@@ -403,15 +422,12 @@ async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_o
     over = asyncio.Event()
     over.set()
 
-    async def look(_: object) -> None:
-        """See nothing: it is the death that passes it on, and not whoever looks later."""
-
     dead = identity(here).id
     address = here.running.context.member._addresses.direct
     async with lock("x", on_loss="tell"):
         behind = at(here, lambda: hold("x", over))
         await waiting(here, 1)
-        monkeypatch.setattr(locks_of(there), "_look", look)
+        monkeypatch.setattr(locks_of(there), "_look", look_away)
         next_one = at(there, lambda: hold("x", over))
         await waiting(here, 2)
         with open_session(address, application="test") as session, session.transaction():
