@@ -270,11 +270,10 @@ async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_e
     over = asyncio.Event()
     over.set()
     monkeypatch.setattr(locks_of(there), "_look", look_away)
-    async with here.running.context.database.connection() as connection:
-        async with lock("x") as held:
-            next_one = at(there, lambda: hold("x", over))
-            await waiting(here, 1)
-            await held.guard(connection)
+    async with here.running.context.database.connection() as connection, lock("x") as held:
+        next_one = at(there, lambda: hold("x", over))
+        await waiting(here, 1)
+        await held.guard(connection)
     assert await asyncio.wait_for(next_one, 20) == 2
 
 
