@@ -12,6 +12,7 @@
                  instances following 200 runs; memory of a client                              p99 ≤ 250 ms; ≤ 60 KB
     locks        a lock that nobody else wants, one that a hundred want on three instances,    p50 ≤ 2 ms; p99 ≤ 20 ms;
                  and a thousand held by one                                                    one renewal a beat
+    limits       1,000 permits a second for three instances together; what it costs            ± 1 %, ≤ 50 statements/s
     idle         statements per second of 1, 5 and 20 instances without work                   ≤ 2 follower, ≤ 10 leader
     takeover     SIGKILL of an instance until it is declared gone, and until another leads     p99 ≤ 500 ms
     outage       everyone ready again after the database was away; a frozen instance gone      ≤ 3 s, ≤ 7 s
@@ -30,6 +31,7 @@ from benchmarks import (
     idle,
     insert,
     latency,
+    limits,
     locks,
     outage,
     punctual,
@@ -50,6 +52,7 @@ ALL = {
     "backlog": backlog.run,
     "streams": streams.run,
     "locks": locks.run,
+    "limits": limits.run,
     "idle": idle.run,
     "takeover": takeover.run,
     "outage": outage.run,

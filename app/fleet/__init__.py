@@ -3,7 +3,7 @@
 This page is the public API. A service author imports from here; everything below may change.
 """
 
-from app.fleet.cluster.coordination import lock
+from app.fleet.cluster.coordination import breaker, limit, lock
 from app.fleet.cluster.locks import Held
 from app.fleet.cluster.singletons import singleton
 from app.fleet.engine.actions import Action, action
@@ -12,9 +12,11 @@ from app.fleet.engine.run import Run
 from app.fleet.engine.trigger import Order, session, trigger, trigger_many
 from app.fleet.errors import (
     AlreadyActive,
+    BreakerOpen,
     Fenced,
     FleetError,
     GiveUp,
+    LimitReached,
     LockCycle,
     LockLost,
     LockTaken,
@@ -28,12 +30,14 @@ from app.fleet.settings import FleetSettings
 __all__ = [
     "Action",
     "AlreadyActive",
+    "BreakerOpen",
     "Fenced",
     "FleetError",
     "FleetSettings",
     "GiveUp",
     "Held",
     "InSession",
+    "LimitReached",
     "LockCycle",
     "LockLost",
     "LockTaken",
@@ -43,7 +47,9 @@ __all__ = [
     "RunFailed",
     "TryAgain",
     "action",
+    "breaker",
     "follow",
+    "limit",
     "lock",
     "result",
     "session",

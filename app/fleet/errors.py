@@ -34,6 +34,12 @@
     │   ├── LockCycle                   who holds it waits for this very task; or this task has it already
     │   ├── LockLost                    it is somebody else's by now, or may be
     │   └── LockUnknown                 nobody holds a lock of this name
+    ├── LimitError                      a limit lets nothing through
+    │   ├── LimitInvalid                a name, a rate or another option that cannot be
+    │   └── LimitReached                no permit comes within the time to wait
+    ├── BreakerError                    a breaker lets nothing through
+    │   ├── BreakerInvalid              a name, a number or a duration that cannot be
+    │   └── BreakerOpen                 what it is for failed too often, and is left alone for a while
     ├── RunFailed                       a run that somebody waited for ended, and not well
     ├── Fenced                          this attempt was superseded; nothing it writes counts any more
     ├── GiveUp                          raised by an action: fail now, another attempt would not help
@@ -190,6 +196,38 @@ class LockLost(LockError):
 
 class LockUnknown(LockError):
     exit_code = 5
+
+
+class LimitError(FleetError):
+    pass
+
+
+class LimitInvalid(LimitError):
+    exit_code = 2
+
+
+class LimitReached(LimitError):
+    """`retry_after` is in how many seconds a permit may be free."""
+
+    def __init__(self, text: str, retry_after: float) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
+
+
+class BreakerError(FleetError):
+    pass
+
+
+class BreakerInvalid(BreakerError):
+    exit_code = 2
+
+
+class BreakerOpen(BreakerError):
+    """`retry_after` is in how many seconds somebody may try again."""
+
+    def __init__(self, text: str, retry_after: float) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
 
 
 class RunFailed(FleetError):

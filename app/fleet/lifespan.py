@@ -257,7 +257,8 @@ class Shutdown:
     async def _pause(self) -> None:
         await self._engine.pause()
         await self._stream.stop()
-        await self._shared.locks.stop()
+        for service in reversed(self._shared.services):
+            await service.stop()
 
     async def _drain(self) -> None:
         """Wait for load balancers to notice, let the server close its listener, and see the last request out."""

@@ -23,6 +23,7 @@ FIGURES = {
         "complete and in order for each client: kept",
     ),
     "locks": ("uncontended, taken and released", "handed over", "one statement per heartbeat"),
+    "limits": ("who ask", "≤ 1%", "≤ 50", "share of each"),
     "idle": ("a follower/s", "each follower ≤ 2"),
     "takeover": ("SIGKILL of the leader → a new leader",),
     "outage": ("same ids: True; false deaths: 0",),

@@ -500,11 +500,11 @@ async def test_an_instance_without_locks_asks_nothing(here: Desk) -> None:
         ({"name": ""}, "from 1 to 200 printable letters"),
         ({"name": "x" * 201}, "from 1 to 200 printable letters"),
         ({"name": "a\nb"}, "from 1 to 200 printable letters"),
-        ({"name": "singleton:x"}, "does not begin with 'singleton:'"),
+        ({"name": "singleton:x"}, "are kept for singletons"),
         ({"ttl": "1s"}, "must be from 3s to 1h"),
         ({"ttl": "2h"}, "must be from 3s to 1h"),
         ({"ttl": "soon"}, "`ttl`: 'soon' is not a duration"),
-        ({"wait": -1}, "`wait` is -1 s, and cannot be negative"),
+        ({"wait": -1}, "`wait` is -1 s, and must be from"),
         ({"on_loss": "ignore"}, "`on_loss` is 'ignore', and must be one of 'cancel', 'tell'"),
     ],
 )

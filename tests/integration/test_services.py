@@ -25,6 +25,8 @@ KINDS = [
     "pool",
     "member",
     "locks",
+    "limits",
+    "breakers",
     "singletons",
     "anomalies",
     "relay",
@@ -69,7 +71,7 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
                 return Member(settings, addresses, namespace, shared, version="test", on_leave=print)
             case "relay" | "hub":
                 return cast("Service", getattr(stream(), kind))
-            case "locks" | "singletons" | "anomalies":
+            case "locks" | "limits" | "breakers" | "singletons" | "anomalies":
                 return cast("Service", getattr(coordination(), kind))
             case _:
                 return cast("Service", getattr(engine(), kind))

@@ -16,7 +16,22 @@ from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from app.fleet import FleetError, GiveUp, LockLost, Run, RunFailed, TryAgain, action, lock, result, session, trigger
+from app.fleet import (
+    FleetError,
+    GiveUp,
+    LockLost,
+    Run,
+    RunFailed,
+    TryAgain,
+    action,
+    breaker,
+    limit,
+    lock,
+    result,
+    session,
+    trigger,
+)
+from app.fleet.cluster.link import clock
 
 EFFECTS = "CREATE TABLE public.effects (run_id bigint, attempt int, token bigint, instance text, note text)"
 EFFECT = text("INSERT INTO public.effects VALUES (:run, :attempt, :token, :instance, :note)")
@@ -284,3 +299,28 @@ async def strike(run: Run) -> None:
                 done += 1
         if done % 10 == 0:
             await run.checkpoint(done)
+
+
+@action("take-permits", retries=0)
+async def take_permits(run: Run) -> list[float]:
+    """Have `workers` ask for permits again and again until an instant, and say when they had them."""
+    wanted, instants = run.payload, list[float]()
+
+    async def ask() -> None:
+        while clock() < wanted["until"]:
+            await limit("trial", wanted["rate"], burst=wanted.get("burst", 1))
+            instants.append(clock())
+
+    await asyncio.gather(*(ask() for _ in range(wanted["workers"])))
+    return [round(instant, 5) for instant in instants]
+
+
+@action("call", retries=0)
+async def call(run: Run) -> str:
+    """Call somebody, who answers, or does not, or lets the first one wait for ever."""
+    async with breaker("trial", failures=1, rest=run.payload.get("rest", "100ms")):
+        if run.payload["does"] == "fail":
+            raise ConnectionError("nobody answers")
+        if run.payload["does"] == "hang" and run.attempt == 1:
+            await asyncio.sleep(3600)
+        return "answered"

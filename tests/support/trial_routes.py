@@ -9,13 +9,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Body
+from fastapi import APIRouter, Body, HTTPException
 from fastapi.responses import StreamingResponse
 from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel
 from sqlalchemy import text
 
 from app import routes
+from app.fleet import breaker, limit
 from app.fleet.http import edge
 from app.fleet.http.context import InContext
 
@@ -68,6 +69,18 @@ async def parcels(parcel: Parcel) -> Parcel:
 @router.post("/raw")
 async def raw(body: Annotated[bytes, Body(media_type="application/octet-stream")]) -> int:
     return len(body)
+
+
+@router.get("/limited")
+async def limited() -> None:
+    await limit("trial", "1/h", wait=0)
+
+
+@router.get("/guarded")
+async def guarded(fails: bool) -> None:
+    async with breaker("trial", failures=1, rest="1h"):
+        if fails:
+            raise HTTPException(502, "the harbour office does not answer")
 
 
 @router.get("/fail")

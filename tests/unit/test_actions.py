@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from app.fleet import FleetError, PayloadInvalid, Run, action, trigger
-from app.fleet.engine.actions import Action, Catalogue, Rate
+from app.fleet.cluster.rate import Rate
+from app.fleet.engine.actions import Action, Catalogue
 from app.fleet.errors import ActionInvalid, ActionUnknown, SettingsError
 
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import psycopg
 
+from app.fleet.cluster.locks import RESERVED
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
-from app.fleet.cluster.singletons import RESERVED
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection, Database
 from app.fleet.errors import DatabaseError

@@ -48,24 +48,26 @@ from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import psycopg
 
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
+from app.fleet.cluster.options import check_name, duration
 from app.fleet.cluster.registry import Identity, Session
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, fetch
-from app.fleet.duration import written
-from app.fleet.errors import DatabaseError, LockCycle, LockLost, LockTaken
+from app.fleet.duration import Duration, written
+from app.fleet.errors import DatabaseError, LockCycle, LockInvalid, LockLost, LockTaken
 from app.fleet.service import Service, let_go, woken
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import events, request_id
 
 Answer = TypeVar("Answer")
 OnLoss = Literal["cancel", "tell"]
 
-NAME_MOST = 200
+# What the names of the fleet's own begin with (`singletons.py`).
+RESERVED = "singleton:"
 # A holder gives up on its own `PATIENCE` after its last heartbeat; nobody else may be let in before that.
 TTL_LEAST = 3.0
 TTL_MOST = 3600.0
@@ -284,6 +286,22 @@ class Wanted(NamedTuple):
     holder: str | None
     # The locks that this task holds already.
     held: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, name: str, ttl: Duration, on_loss: str) -> Self:
+        """Check what was asked for, before anything is written."""
+        check_name("lock", name, LockInvalid)
+        if name.startswith(RESERVED):
+            raise LockInvalid(f"{name!r}: names that begin with {RESERVED!r} are kept for singletons")
+        if on_loss not in get_args(OnLoss):
+            raise LockInvalid(f"`on_loss` is {on_loss!r}, and must be one of {', '.join(map(repr, get_args(OnLoss)))}")
+        lasts = duration("ttl", ttl, LockInvalid)
+        if not TTL_LEAST <= lasts <= TTL_MOST:
+            raise LockInvalid(
+                f"`ttl` is {written(lasts)}, and must be from {written(TTL_LEAST)} to {written(TTL_MOST)}: it is "
+                f"renewed with each heartbeat, once a second, and a shorter one is lost whenever one of them is late"
+            )
+        return cls(name, lasts, request_id.get())
 
 
 class Waiting:

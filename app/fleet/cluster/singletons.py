@@ -30,13 +30,11 @@ from dataclasses import dataclass
 
 import psycopg
 
-from app.fleet.cluster.locks import Held, Locks, Wanted
+from app.fleet.cluster.locks import RESERVED, Held, Locks, Wanted
 from app.fleet.errors import ActionInvalid, DatabaseError, LockLost
 from app.fleet.service import Service
 from app.fleet.telemetry.logs import events, request_id
 
-# What the names of their locks begin with.
-RESERVED = "singleton:"
 NAME = re.compile(r"[a-z][a-z0-9._-]{0,99}")
 TTL = 5.0
 REST = 1.0

@@ -190,6 +190,35 @@ standby = Table(
     Column("action_ids", ARRAY(Integer), nullable=False),
 )
 
+# A row for each limit that somebody ever waited for.
+limits = Table(
+    "limits",
+    metadata,
+    Column("name", Text, primary_key=True),
+    # Moved on by each permit. In the past, some is left.
+    Column("used_until", DateTime(timezone=True), nullable=False),
+    postgresql_with={"fillfactor": "50"},
+)
+
+# A row for each breaker whose body ever failed.
+breakers = Table(
+    "breakers",
+    metadata,
+    Column("name", Text, primary_key=True),
+    # Moved on by each opening and each probe, and never back. A report with an older one changes nothing.
+    Column("token", BigInteger, nullable=False, server_default=text("0")),
+    # The failures that count, while it is closed.
+    Column("failed_at", ARRAY(DateTime(timezone=True)), nullable=False, server_default=text("'{}'")),
+    # Null while it is closed. In the past, one may probe.
+    Column("open_until", DateTime(timezone=True)),
+    # In a row, without a success between them: each lasts longer.
+    Column("openings", Integer, nullable=False, server_default=text("0")),
+    # Whose probe is under way, and how long the others wait for it.
+    Column("probe_instance", Integer),
+    Column("probe_until", DateTime(timezone=True)),
+    postgresql_with={"fillfactor": "50"},
+)
+
 # The hot path: runs that wait or run, and nothing else. A run that ends moves to `finished_runs`, under the same id.
 runs = Table(
     "runs",

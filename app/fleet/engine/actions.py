@@ -25,6 +25,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
+from app.fleet.cluster.rate import Rate
 from app.fleet.cluster.singletons import Singleton
 from app.fleet.duration import Duration, seconds, written
 from app.fleet.engine.run import P, Run
@@ -34,27 +35,9 @@ from app.fleet.errors import ActionInvalid, ActionUnknown, PayloadInvalid, Setti
 Handler = Callable[[Any], Any]
 
 NAME = re.compile(r"[a-z][a-z0-9._-]{0,99}")
-RATE = re.compile(r"(\d+)/(\d*)(ms|[smhd])")
 PRIORITIES = range(-1000, 1001)
 FACTOR = 2.0
 SPREAD = 0.25
-
-
-@dataclass(frozen=True)
-class Rate:
-    """One start each `interval` seconds, in the whole cluster; up to `burst` at once after a pause."""
-
-    interval: float
-    burst: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `10/s`, `100/m` or `5/10s`."""
-        found = RATE.fullmatch(text.replace(" ", ""))
-        if found is None or int(found[1]) == 0 or found[2] == "0":
-            raise ValueError(f"{text!r} is not a rate: write it like '10/s', '100/m' or '5/10s'")
-        count = int(found[1])
-        return cls(interval=seconds(f"{found[2] or 1}{found[3]}") / count, burst=count)
 
 
 @dataclass(frozen=True)

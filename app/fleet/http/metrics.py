@@ -26,6 +26,7 @@ def values(context: Context) -> Mapping[str, Value]:
     link, pool = member.link_figures, database.figures()
     identity = member.identity
     executor = context.engine.executor
+    limits, breakers = context.shared.limits, context.shared.breakers
     available = pool.get("pool_available", 0)
     return {
         "flotilla_instance": {(context.settings.namespace, identity.name if identity else "", context.version): 1},
@@ -63,6 +64,13 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_locks_taken_total": context.shared.locks.taken,
         "flotilla_locks_lost_total": context.shared.locks.lost,
         "flotilla_locks_refused_total": context.shared.locks.refused,
+        "flotilla_limit_permits_total": limits.permits.labelled(),
+        "flotilla_limit_refused_total": limits.refused.labelled(),
+        "flotilla_limit_waiting": limits.waiting.labelled(),
+        "flotilla_breaker_open": breakers.open.labelled(),
+        "flotilla_breaker_opened_total": breakers.opened.labelled(),
+        "flotilla_breaker_closed_total": breakers.closed.labelled(),
+        "flotilla_breaker_refused_total": breakers.refused.labelled(),
         "flotilla_requests_in_flight": context.in_flight,
         "flotilla_shutdown_step_seconds": {(step,): seconds for step, seconds in context.shutdown_seconds.items()},
     }

@@ -7,6 +7,7 @@
 inside goes out: an unexpected error says only under which request id the log has it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,12 +25,18 @@ from app.fleet.db.pool import DatabaseAway, shows_an_outage
 from app.fleet.errors import (
     ActionUnknown,
     AlreadyActive,
+    BreakerError,
+    BreakerInvalid,
+    BreakerOpen,
     EngineError,
     EventUnknown,
     FeedOff,
     FleetError,
     KeyInFlight,
     KeyReused,
+    LimitError,
+    LimitInvalid,
+    LimitReached,
     LockError,
     LockInvalid,
     LockTaken,
@@ -125,6 +132,12 @@ KINDS = {
             "Not now",
             "Repeat it after the seconds in `Retry-After`, at this or another instance: the database is away or every "
             "connection is in use, or this instance is starting or draining, or its release does not have it yet.",
+        ),
+        Kind(
+            "upstream-unavailable",
+            503,
+            "Something that is needed for this does not work",
+            "Repeat it after the seconds in `Retry-After`. It has failed too often, and is left alone for a while.",
         ),
     )
 }
@@ -268,6 +281,17 @@ async def on_lock_error(request: Request, error: Exception) -> Problem:
     return await on_unexpected(request, error)
 
 
+async def on_limit_error(request: Request, error: Exception) -> Problem:
+    """No permit, or a breaker that is open, met by a route that does not catch it."""
+    assert isinstance(error, LimitError | BreakerError)
+    if isinstance(error, LimitInvalid | BreakerInvalid):
+        return problem(request, KINDS["invalid"], str(error), errors=[])
+    assert isinstance(error, LimitReached | BreakerOpen)
+    slug = "too-many-requests" if isinstance(error, LimitReached) else "upstream-unavailable"
+    retry_after = max(1, math.ceil(error.retry_after))
+    return problem(request, KINDS[slug], str(error), headers={"Retry-After": str(retry_after)})
+
+
 async def on_database_error(request: Request, error: Exception) -> Problem:
     """A database that is away is 503, and the client may try again; anything else of it is our mistake."""
     cause = error.orig if isinstance(error, DBAPIError) else error
@@ -292,6 +316,8 @@ HANDLERS = {
     RequestValidationError: on_invalid,
     EngineError: on_engine_error,
     LockError: on_lock_error,
+    LimitError: on_limit_error,
+    BreakerError: on_limit_error,
     DatabaseAway: on_database_error,
     psycopg.Error: on_database_error,
     DBAPIError: on_database_error,

@@ -4,6 +4,7 @@ HTTP metrics and traces come from FastAPI's own telemetry and are not repeated h
 `uvicorn --workers` each scrape meets one worker, which is one reason not to run several in a container.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -58,9 +59,32 @@ DEFINITIONS = (
     Definition("flotilla_locks_taken_total", "counter", "Locks this instance was given"),
     Definition("flotilla_locks_lost_total", "counter", "Locks it lost while they were held"),
     Definition("flotilla_locks_refused_total", "counter", "Transactions refused because their lock was lost"),
+    Definition("flotilla_limit_permits_total", "counter", "Permits of a limit that were used here", ("name",)),
+    Definition("flotilla_limit_refused_total", "counter", "Those who were refused a permit here", ("name",)),
+    Definition("flotilla_limit_waiting", "gauge", "Those who wait for a permit here", ("name",)),
+    Definition(
+        "flotilla_breaker_open", "gauge", "1 for a breaker that is not closed, as far as is known here", ("name",)
+    ),
+    Definition("flotilla_breaker_opened_total", "counter", "How often this instance opened a breaker", ("name",)),
+    Definition("flotilla_breaker_closed_total", "counter", "How often its probe closed one", ("name",)),
+    Definition("flotilla_breaker_refused_total", "counter", "Those who were not let in here", ("name",)),
     Definition("flotilla_requests_in_flight", "gauge", "HTTP requests being answered, streams included"),
     Definition("flotilla_shutdown_step_seconds", "gauge", "How long a step of the shutdown took", ("step",)),
 )
+
+# How many names that people choose are shown by themselves, and as what all others are.
+NAMES_MOST = 100
+OTHERS = "(others)"
+
+
+class ByName(Counter[str]):
+    """Counts by names that people choose. A name for each customer must not make a series for each."""
+
+    def add(self, name: str, many: int = 1) -> None:
+        self[name if name in self or len(self) < NAMES_MOST else OTHERS] += many
+
+    def labelled(self) -> Mapping[tuple[str, ...], float]:
+        return {(name,): count for name, count in self.items()}
 
 
 class Figures(Collector):

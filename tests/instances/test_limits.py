@@ -1,0 +1,58 @@
+"""Limits and breakers of real instances, of which one is frozen or killed."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from app.fleet.cluster.limits import LATE
+from app.fleet.cluster.link import clock
+from tests.support.fleet import Fleet
+from tests.support.limits import excess
+from tests.support.postgres import eventually
+
+RATE = 1000
+
+
+@pytest.fixture
+def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as own:
+        yield own
+
+
+def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_it(fleet: Fleet) -> None:
+    # Each has room for one run, so that each has one.
+    ships = fleet.start(3, FLOTILLA_CONCURRENCY="1")
+    payload = {"rate": f"{RATE}/s", "workers": 200, "until": clock() + 3}
+    ids = [ship.trigger("take-permits", payload)["id"] for ship in ships]
+    eventually(lambda: [ships[0].run(run_id)["state"] for run_id in ids] == ["running"] * 3)
+    for ship in ships[1:]:
+        time.sleep(0.5)
+        ship.freeze()
+        time.sleep(0.4)
+        ship.thaw()
+    instants = [instant for run_id in ids for instant in ships[0].ended(run_id)["result"]]
+    assert len(instants) > RATE
+    # What may be late, and as much again for answers that took their time on a machine that is busy.
+    assert excess(instants, 1 / RATE, 1) <= 2 * LATE * RATE
+
+
+def test_after_the_probes_instance_was_killed_the_next_one_closes_the_breaker(fleet: Fleet, address: str) -> None:
+    (first,) = fleet.start()
+    failed = first.ended(first.trigger("call", {"does": "fail"})["id"])
+    assert failed["error"] == "ConnectionError: nobody answers"
+    time.sleep(0.2)
+    probe = first.trigger("call", {"does": "hang"})
+    with psycopg.connect(address, autocommit=True) as session:
+        eventually(
+            lambda: session.execute("SELECT 1 FROM flotilla.breakers WHERE probe_instance IS NOT NULL").fetchone()
+        )
+    refused = first.ended(first.trigger("call", {"does": "answer"})["id"])
+    assert refused["error"] == "BreakerOpen: 'trial' failed too often, and somebody tries it just now"
+    (second,) = fleet.start()
+    first.kill()
+    ended = second.ended(probe["id"])
+    assert (ended["result"], ended["attempt"]) == ("answered", 2)
+    assert second.ended(second.trigger("call", {"does": "answer"})["id"])["result"] == "answered"

@@ -1,0 +1,440 @@
+"""A breaker is one for the whole cluster: it opens for all, one probe is let in, and what comes too late is refused.
+
+An instance here is a row of the register and breakers of its own, told by real notifications, unless it is deaf; real
+processes are in `tests/instances/test_breakers.py`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import psycopg
+import pytest
+
+from app.fleet import BreakerOpen, FleetError, LimitReached, breaker
+from app.fleet.cluster import breakers
+from app.fleet.cluster.breakers import Breaker, Breakers
+from app.fleet.cluster.registry import Identity
+from app.fleet.errors import BreakerInvalid
+from tests.support.proxy import Proxy
+from tests.support.runs import soon
+from tests.support.service import service
+from tests.support.table import Table, table
+
+pytestmark = pytest.mark.anyio
+
+NAME = "harbour: %s'{}🌊"
+
+
+class DownError(Exception):
+    """The other side does not answer."""
+
+
+class Hand:
+    """One instance: what breakers need of a member, and the breakers."""
+
+    def __init__(self, here: Table, identity: Identity) -> None:
+        self.identity = identity
+        self.linked = True
+        self.deaf = False
+        self.listen: Callable[[str], None] = print
+        self.relink: Callable[[], None] = print
+        self.asked = 0
+        self.breakers = Breakers(here.database, self)  # type: ignore[arg-type]
+        fetch = self.breakers._fetch
+
+        async def counted(*given: Any, **more: Any) -> Any:
+            self.asked += 1
+            return await fetch(*given, **more)
+
+        self.breakers._fetch = counted  # type: ignore[method-assign]
+
+    def holds(self) -> bool:
+        return self.linked
+
+    def on_notification(self, kind: str, listener: Callable[[str], None]) -> None:
+        assert kind == "breaker"
+        self.listen = listener
+
+    def on_linked(self, hook: Callable[[], None]) -> None:
+        self.relink = hook
+
+    async def use(self, wanted: Breaker, error: BaseException | None = None) -> bool:
+        """Go in and out again, or fail inside; false if it was refused."""
+        try:
+            async with self.breakers.guard(wanted):
+                if error is not None:
+                    raise error
+        except BreakerOpen:
+            return False
+        except DownError:
+            pass
+        return True
+
+    @asynccontextmanager
+    async def inside(self, wanted: Breaker) -> AsyncIterator[asyncio.Event]:
+        """Be in it for as long as the block lasts, or until the event is set."""
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def stay() -> None:
+            async with self.breakers.guard(wanted):
+                entered.set()
+                await leave.wait()
+
+        staying = asyncio.create_task(stay())
+        await asyncio.wait_for(entered.wait(), 20)
+        try:
+            yield leave
+        finally:
+            leave.set()
+            await staying
+
+
+class Crew(list[Hand]):
+    here: Table
+
+    async def row(self, columns: str) -> tuple[Any, ...]:
+        (row,) = await self.here.sql(f"SELECT {columns} FROM breakers")
+        return row
+
+    async def rested(self) -> None:
+        """Let the rest be over now, for everyone."""
+        await self.here.sql("UPDATE breakers SET open_until = clock_timestamp()")
+        for hand in self:
+            hand.relink()
+
+
+@asynccontextmanager
+async def crew_of(count: int, address: str, listening: str) -> AsyncIterator[Crew]:
+    async with table(address) as here, await psycopg.AsyncConnection.connect(listening, autocommit=True) as ear:
+        crew = Crew()
+        crew.here = here
+        for number in range(count):
+            crew.append(Hand(here, (await here.instance(f"i-{number}")).identity))
+        await ear.execute("LISTEN flotilla")
+
+        async def hear() -> None:
+            async for said in ear.notifies():
+                kind, _, rest = said.payload.partition(":")
+                for hand in crew:
+                    if kind == "breaker" and not hand.deaf:
+                        hand.listen(rest)
+
+        hearing = asyncio.create_task(hear())
+        try:
+            yield crew
+        finally:
+            hearing.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)
+            for hand in crew:
+                await hand.breakers.stop()
+
+
+@pytest.fixture
+async def crew(address: str) -> AsyncIterator[Crew]:
+    async with crew_of(3, address, address) as own:
+        yield own
+
+
+def wanted(failures: int = 1, within: str = "60s", rest: str = "60s", probe_most: str = "60s") -> Breaker:
+    return Breaker.of(NAME, failures, within, rest, probe_most)
+
+
+async def refused(hand: Hand, given: Breaker) -> bool:
+    return not await hand.use(given)
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+async def test_failures_on_all_instances_together_open_it_for_all(crew: Crew) -> None:
+    given = wanted(failures=5)
+    for hand in crew:
+        assert await hand.use(given)
+    for hand in (crew[0], crew[0], crew[1], crew[1]):
+        assert await hand.use(given, DownError())
+    assert await crew[2].use(given)
+    await crew[0].use(given, DownError())
+    for hand in crew:
+        await soon(lambda hand=hand: refused(hand, given), within=breakers.CALM / 2)  # type: ignore[misc]
+
+
+async def test_whoever_is_refused_is_told_for_how_long(crew: Crew) -> None:
+    await crew[0].use(wanted(), DownError())
+    for hand in crew[:2]:
+        with pytest.raises(BreakerOpen, match=r"failed too often, and is left alone for another 1m") as open_:
+            async with hand.breakers.guard(wanted()):
+                pytest.fail("it was let in")
+        assert 50 < open_.value.retry_after <= 60
+
+
+async def test_failures_count_only_for_so_long(crew: Crew) -> None:
+    given = wanted(failures=2, within="200ms")
+    await crew[0].use(given, DownError())
+    await asyncio.sleep(0.3)
+    await crew[0].use(given, DownError())
+    assert await crew.row("open_until, cardinality(failed_at)") == (None, 1)
+    await crew[0].use(given, DownError())
+    assert await refused(crew[0], given)
+
+
+@pytest.mark.parametrize("no_failure", [asyncio.CancelledError(), LimitReached("no", 1.0), BreakerOpen("no", 1.0)])
+async def test_what_says_nothing_about_the_other_side_does_not_count(crew: Crew, no_failure: BaseException) -> None:
+    with pytest.raises(type(no_failure)):
+        async with crew[0].breakers.guard(wanted()):
+            raise no_failure
+    assert await crew.here.sql("SELECT 1 FROM breakers") == []
+
+
+async def test_a_body_that_came_in_before_and_fails_while_it_is_open_does_not_count(crew: Crew) -> None:
+    async with crew[0].inside(wanted()):
+        await crew[1].use(wanted(), DownError())
+        before = await crew.row("token, open_until, failed_at")
+        crew[0].deaf = True
+        await crew[0].breakers._failed(wanted(), None)
+        assert await crew.row("token, open_until, failed_at") == before
+
+
+# -- the probe --------------------------------------------------------------------------------------------------------
+
+
+async def test_after_its_rest_one_is_let_in_of_the_whole_cluster(crew: Crew) -> None:
+    await crew[0].use(wanted(), DownError())
+    await crew.rested()
+    inside, most, waits = 0, 0, list[float]()
+
+    async def enter(hand: Hand) -> bool:
+        nonlocal inside, most
+        try:
+            async with hand.breakers.guard(wanted()):
+                inside, most = inside + 1, max(most, inside + 1)
+                await asyncio.sleep(0.3)
+                inside -= 1
+        except BreakerOpen as error:
+            waits.append(error.retry_after)
+            return False
+        return True
+
+    entered = await asyncio.gather(*(enter(hand) for hand in crew for _ in range(20)))
+    assert most == 1
+    assert sum(entered) == 1
+    assert all(0 < wait <= 1 for wait in waits)
+
+
+async def test_the_success_of_the_probe_closes_it_for_all(crew: Crew) -> None:
+    await crew[0].use(wanted(), DownError())
+    await crew.rested()
+    async with crew[1].inside(wanted()):
+        assert await refused(crew[2], wanted())
+    for hand in crew:
+        await soon(lambda hand=hand: hand.use(wanted()))  # type: ignore[misc]
+    assert await crew.row("open_until, openings, probe_instance") == (None, 0, None)
+
+
+async def test_its_failure_opens_it_again_for_twice_as_long(crew: Crew) -> None:
+    await crew[0].use(wanted(), DownError())
+    for longer in (2, 4):
+        await crew.rested()
+        await crew[1].use(wanted(), DownError())
+        with pytest.raises(BreakerOpen) as again:
+            async with crew[2].breakers.guard(wanted()):
+                pytest.fail("it was let in")
+        assert 60 * longer - 10 < again.value.retry_after <= 60 * longer
+
+
+async def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next(crew: Crew) -> None:
+    await crew[0].use(wanted(), DownError())
+    await crew.rested()
+    with pytest.raises(asyncio.CancelledError):
+        async with crew[0].breakers.guard(wanted()):
+            raise asyncio.CancelledError
+    assert await soon(lambda: crew[1].use(wanted()))
+    assert await crew.row("open_until") == (None,)
+
+
+async def test_the_next_may_probe_once_the_instance_of_the_first_is_gone(crew: Crew) -> None:
+    await crew[0].use(wanted(), DownError())
+    await crew.rested()
+    async with crew[0].inside(wanted()):
+        assert await refused(crew[1], wanted())
+        await crew.here.sql("UPDATE instances SET state = 'gone' WHERE id = %s", crew[0].identity.id)
+        crew[1].relink()
+        assert await crew[1].use(wanted())
+
+
+async def test_the_next_may_probe_after_so_long_and_what_the_first_one_reports_is_refused(crew: Crew) -> None:
+    short = wanted(probe_most="100ms")
+    await crew[0].use(short, DownError())
+    await crew.rested()
+    async with AsyncExitStack() as first:
+        await first.enter_async_context(crew[0].inside(short))
+        await asyncio.sleep(0.15)
+        async with crew[1].inside(wanted()):
+            second = await crew.row("token, open_until, probe_instance, probe_until")
+            # The first one succeeds.
+            await first.aclose()
+            assert await crew.row("token, open_until, probe_instance, probe_until") == second
+            assert await refused(crew[2], wanted())
+
+
+async def test_the_token_only_grows(crew: Crew) -> None:
+    tokens = list[int]()
+    for _ in range(3):
+        await crew[0].use(wanted(), DownError())
+        tokens += await crew.row("token")
+        await crew.rested()
+        await crew[0].use(wanted())
+        tokens += await crew.row("token")
+    assert tokens == sorted(set(tokens))
+
+
+# -- what an instance knows -------------------------------------------------------------------------------------------
+
+
+async def test_while_all_is_well_it_costs_one_question_for_very_many_uses(crew: Crew) -> None:
+    await asyncio.gather(*(crew[0].use(wanted()) for _ in range(100)))
+    for _ in range(100):
+        await crew[0].use(wanted())
+    assert crew[0].asked == 1
+
+
+async def test_while_it_is_open_those_who_are_refused_cost_hardly_anything(crew: Crew) -> None:
+    await crew[0].use(wanted(), DownError())
+    await soon(lambda: refused(crew[1], wanted()))
+    before = crew[1].asked
+    for _ in range(100):
+        assert await refused(crew[1], wanted())
+    assert crew[1].asked - before <= 2
+
+
+async def test_whoever_did_not_hear_of_it_is_told_when_its_own_body_fails(crew: Crew) -> None:
+    await crew[1].use(wanted())
+    crew[1].deaf = True
+    await crew[0].use(wanted(), DownError())
+    assert await crew[1].use(wanted(), DownError())
+    assert await refused(crew[1], wanted())
+
+
+async def test_while_failures_count_the_others_ask_again_although_nobody_told_them(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breakers, "BELIEVED", 0.1)
+    given = wanted(failures=2)
+    await crew[0].use(given, DownError())
+    await crew[1].use(given)
+    crew[1].deaf = True
+    await crew[0].use(given, DownError())
+    await soon(lambda: refused(crew[1], given), within=2)
+
+
+async def test_without_its_link_an_instance_does_not_rely_on_being_told(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breakers, "BELIEVED", 0.1)
+    await crew[1].use(wanted())
+    crew[1].deaf = True
+    crew[1].linked = False
+    await crew[0].use(wanted(), DownError())
+    await soon(lambda: refused(crew[1], wanted()), within=2)
+
+
+async def test_when_the_link_is_back_nothing_is_believed(crew: Crew) -> None:
+    await crew[1].use(wanted())
+    crew[1].deaf = True
+    await crew[0].use(wanted(), DownError())
+    assert await crew[1].use(wanted())
+    crew[1].relink()
+    assert await refused(crew[1], wanted())
+
+
+async def test_an_answer_that_is_older_than_the_news_is_not_kept(crew: Crew) -> None:
+    """Asked before it opened, and answered after it was told of that."""
+    slow, look = asyncio.Event(), crew[1].breakers._fetch
+
+    async def slowly(*given: Any, **more: Any) -> Any:
+        rows = await look(*given, **more)
+        await slow.wait()
+        return rows
+
+    crew[1].breakers._fetch = slowly  # type: ignore[method-assign]
+    using = asyncio.create_task(crew[1].use(wanted()))
+    await soon(lambda: asked(crew[1]))
+    await crew[0].use(wanted(), DownError())
+    await soon(lambda: forgot(crew[1]))
+    slow.set()
+    await using
+    assert await refused(crew[1], wanted())
+
+
+async def asked(hand: Hand) -> bool:
+    return hand.asked == 1
+
+
+async def forgot(hand: Hand) -> bool:
+    return hand.breakers._news > 0
+
+
+async def test_while_the_database_is_away_it_is_as_it_was_known_and_unknown_it_lets_everyone_in(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breakers, "BELIEVED", 0.1)
+    port = int(address.rpartition("/")[0].rpartition(":")[2])
+    with Proxy(("127.0.0.1", port)) as proxy:
+        async with crew_of(2, address.replace(f":{port}/", f":{proxy.port}/"), address) as crew:
+            await crew[0].use(wanted(), DownError())
+            assert await refused(crew[0], wanted())
+            proxy.refuse()
+            proxy.cut()
+            crew[0].linked = crew[1].linked = False
+            await asyncio.sleep(0.2)
+            assert await refused(crew[0], wanted())
+            assert await crew[1].use(wanted())
+            assert await crew[1].use(wanted(), DownError())
+            proxy.heal()
+            await soon(lambda: refused(crew[1], wanted()))
+
+
+# -- what is asked for ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"name": ""}, "the name of a breaker has from 1 to 200 printable letters"),
+        ({"name": "a\nb"}, "from 1 to 200 printable letters"),
+        ({"failures": 0}, "`failures` is 0, and must be a whole number from 1 to 1000"),
+        ({"failures": 1001}, "`failures` is 1001"),
+        ({"failures": True}, "`failures` is True"),
+        ({"within": "0s"}, "`within` is 0 s, and must be more"),
+        ({"rest": "a while"}, "`rest`: 'a while' is not a duration"),
+        ({"rest": -1}, "`rest` is -1 s, and must be from 0"),
+        ({"probe_most": "2000d"}, "`probe_most` is"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
+    given = {"name": NAME, "failures": 5, "within": "60s", "rest": "30s", "probe_most": "60s"}
+    with pytest.raises(BreakerInvalid, match=said):
+        Breaker.of(**{**given, **wrong})
+
+
+def test_outside_of_a_running_service_there_is_no_breaker() -> None:
+    with pytest.raises(FleetError, match="for the code of a running service"):
+        breaker(NAME)
+
+
+async def test_a_route_that_is_refused_answers_503_on_every_instance_and_says_when(address: str) -> None:
+    async with service(address) as one, service(address) as other:
+        assert (await other.client.get("/trial/guarded", params={"fails": False})).status_code == 200
+        assert (await one.client.get("/trial/guarded", params={"fails": True})).status_code == 502
+
+        async def closed_to_the_other() -> bool:
+            return (await other.client.get("/trial/guarded", params={"fails": False})).status_code == 503
+
+        await soon(closed_to_the_other)
+        answer = await other.client.get("/trial/guarded", params={"fails": False})
+        assert answer.json()["type"] == "/problems/upstream-unavailable"
+        assert 3500 < int(answer.headers["Retry-After"]) <= 3600
+        text = (await other.client.get("/metrics")).text
+        assert 'flotilla_breaker_open{name="trial"} 1.0' in text
+        assert 'flotilla_breaker_opened_total{name="trial"} 1.0' in (await one.client.get("/metrics")).text
