@@ -5,7 +5,7 @@ processes are in `tests/instances/test_breakers.py`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from app.fleet.cluster import breakers
 from app.fleet.cluster.breakers import Breaker, Breakers
 from app.fleet.cluster.registry import Identity
 from app.fleet.errors import BreakerInvalid
+from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon
 from tests.support.service import service
@@ -110,6 +111,7 @@ async def crew_of(count: int, address: str, listening: str) -> AsyncIterator[Cre
     async with table(address) as here, await psycopg.AsyncConnection.connect(listening, autocommit=True) as ear:
         crew = Crew()
         crew.here = here
+        await here.sql("TRUNCATE breakers, instances")
         for number in range(count):
             crew.append(Hand(here, (await here.instance(f"i-{number}")).identity))
         await ear.execute("LISTEN flotilla")
@@ -131,9 +133,17 @@ async def crew_of(count: int, address: str, listening: str) -> AsyncIterator[Cre
                 await hand.breakers.stop()
 
 
+@pytest.fixture(scope="module")
+def sea(postgres: Postgres) -> Iterator[str]:
+    """One database for all of these: whatever one has left behind is swept away by the next."""
+    own = postgres.new_database()
+    yield own
+    postgres.drop(own)
+
+
 @pytest.fixture
-async def crew(address: str) -> AsyncIterator[Crew]:
-    async with crew_of(3, address, address) as own:
+async def crew(sea: str) -> AsyncIterator[Crew]:
+    async with crew_of(3, sea, sea) as own:
         yield own
 
 

@@ -6,7 +6,7 @@ Whoever is an instance here has limits of its own, on the one database; those of
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 
 import psycopg
@@ -19,6 +19,7 @@ from app.fleet.cluster.options import duration
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LimitInvalid
 from tests.support.limits import excess
+from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon
 from tests.support.service import service
@@ -27,9 +28,18 @@ from tests.support.table import Table, table
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(scope="module")
+def sea(postgres: Postgres) -> Iterator[str]:
+    """One database for all of these: a limit is left behind by each, and swept away by the next."""
+    own = postgres.new_database()
+    yield own
+    postgres.drop(own)
+
+
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Table]:
-    async with table(address) as own:
+async def here(sea: str) -> AsyncIterator[Table]:
+    async with table(sea) as own:
+        await own.sql("TRUNCATE limits")
         yield own
 
 
@@ -255,11 +265,11 @@ async def test_a_permit_that_was_handed_to_one_who_woke_too_late_is_not_used(her
     assert excess(instants, wanted.interval, wanted.burst) < 6
 
 
-async def test_a_permit_is_never_given_early_however_long_the_answer_took(here: Table, address: str) -> None:
+async def test_a_permit_is_never_given_early_however_long_the_answer_took(here: Table, sea: str) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "1/s", 1)
     await limits.take(wanted, 0)
     instant = await used_until(here)
-    with psycopg.connect(address) as holder:
+    with psycopg.connect(sea) as holder:
         holder.execute("SELECT FROM flotilla.limits FOR UPDATE")
         waiting = asyncio.create_task(limits.take(wanted, None))
         await asyncio.sleep(0.7 * ANSWER_MOST)
@@ -268,12 +278,12 @@ async def test_a_permit_is_never_given_early_however_long_the_answer_took(here: 
     assert time.time() >= instant
 
 
-async def test_an_answer_that_took_too_long_counts_for_nothing(here: Table, address: str) -> None:
+async def test_an_answer_that_took_too_long_counts_for_nothing(here: Table, sea: str) -> None:
     """Whoever was frozen while it was on its way cannot know how old it is."""
     limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 5)
     await limits.take(wanted, 0)
     before = await used_until(here)
-    with psycopg.connect(address) as holder:
+    with psycopg.connect(sea) as holder:
         holder.execute("SELECT FROM flotilla.limits FOR UPDATE")
         waiting = asyncio.create_task(limits.take(wanted, None))
         await asyncio.sleep(ANSWER_MOST + 0.2)
