@@ -24,15 +24,14 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 
 def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_it(fleet: Fleet) -> None:
     # Each has room for one run, so that each has one.
-    ships = fleet.start(3, FLOTILLA_CONCURRENCY="1")
-    payload = {"rate": f"{RATE}/s", "workers": 200, "until": clock() + 3}
+    ships = fleet.start(2, FLOTILLA_CONCURRENCY="1")
+    payload = {"rate": f"{RATE}/s", "workers": 200, "until": clock() + 2}
     ids = [ship.trigger("take-permits", payload)["id"] for ship in ships]
-    eventually(lambda: [ships[0].run(run_id)["state"] for run_id in ids] == ["running"] * 3)
-    for ship in ships[1:]:
-        time.sleep(0.5)
-        ship.freeze()
-        time.sleep(0.4)
-        ship.thaw()
+    eventually(lambda: [ships[0].run(run_id)["state"] for run_id in ids] == ["running"] * 2)
+    time.sleep(0.5)
+    ships[1].freeze()
+    time.sleep(0.4)
+    ships[1].thaw()
     instants = [instant for run_id in ids for instant in ships[0].ended(run_id)["result"]]
     assert len(instants) > RATE
     # What may be late, and as much again for answers that took their time on a machine that is busy.
