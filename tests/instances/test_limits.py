@@ -33,7 +33,7 @@ def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_
     time.sleep(0.4)
     ships[1].thaw()
     instants = [instant for run_id in ids for instant in ships[0].ended(run_id)["result"]]
-    assert len(instants) > RATE
+    assert len(instants) > RATE / 4
     # What may be late, and as much again for answers that took their time on a machine that is busy.
     assert excess(instants, 1 / RATE, 1) <= 2 * LATE * RATE
 
