@@ -23,10 +23,10 @@ true and says what is true after it. What it promises:
     the database is away                        is as this instance knew it last; unknown, it lets everyone in: it is
                                                 there to spare somebody, and nothing of ours depends on it
 
-An instance keeps what it last knew, and a transition anywhere has all of them forget it, by a notification. Closed, and
+An instance keeps what it last knew, and a transition anywhere has all of them ask anew, by a notification. Closed, and
 without a failure that still counts, it is believed for `CALM` while the link holds, so that it costs next to nothing;
 otherwise for `BELIEVED`, and then the next use asks. Whoever was let in because a notification was lost, and fails, is
-told so by the statement that counts it. When the link is up again, everything is forgotten.
+told so by the statement that counts it. When the link is up again, nothing is believed that was known before.
 
 What it does not promise: that nothing comes in after it has opened. Bodies that are under way go on, and others hear of
 it a moment later. Nor does it judge: what is not the other side's fault is to be raised outside of the body.
@@ -220,11 +220,11 @@ class Breakers(Service):
         self._known: dict[str, Known] = {}
         # One question for all who come in while it is asked.
         self._asking: dict[str, asyncio.Task[Known | None]] = {}
-        # How often something was forgotten: an answer that was on its way meanwhile may be older than the news.
+        # How often there was news: an answer that was on its way meanwhile may be older than that.
         self._news = 0
         self._errands: set[asyncio.Task[Any]] = set()
-        member.on_notification("breaker", self._forget)
-        member.on_linked(self._forget_all)
+        member.on_notification("breaker", self._doubt)
+        member.on_linked(self._doubt_all)
 
     @property
     def open(self) -> ByName:
@@ -358,14 +358,17 @@ class Breakers(Service):
             self._known[name] = known
         return known
 
-    def _forget(self, name: str) -> None:
+    def _doubt(self, name: str) -> None:
+        """Believe it no more, but keep it in mind: with the database away, it is still the last that was known."""
         self._news += 1
-        self._known.pop(name, None)
+        if (known := self._known.get(name)) is not None:
+            known.heard = -math.inf
         self._asking.pop(name, None)
 
-    def _forget_all(self) -> None:
+    def _doubt_all(self) -> None:
+        for name in list(self._known):
+            self._doubt(name)
         self._news += 1
-        self._known.clear()
         self._asking.clear()
 
     # -- the service --------------------------------------------------------------------------------------------------
