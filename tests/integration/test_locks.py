@@ -383,6 +383,22 @@ async def test_it_is_released_once(here: Desk) -> None:
     assert not await locks_of(here).release(held)
 
 
+@pytest.mark.parametrize(("waiters", "durable"), [(0, "off"), (1, "on")])
+async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(here: Desk, waiters: int, durable: str) -> None:
+    held = await locks_of(here).take(Wanted("x", 10, None), None)
+    for _ in range(waiters):
+        await here.sql(
+            "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '10s', '{}')",
+            identity(here).id,
+        )
+    database = here.running.context.database
+    async with database.connection() as connection:
+        values = {"name": "x", "token": held.token, "me": held.me.id}
+        await connection.execute(database.namespace.sql(locks.RELEASE), values)
+        shown = await (await connection.execute("SHOW synchronous_commit")).fetchone()
+    assert shown == (durable,)
+
+
 async def test_an_error_in_the_body_releases_it_and_is_what_the_caller_gets(here: Desk) -> None:
     with pytest.raises(ZeroDivisionError):
         async with lock("x"):

@@ -29,7 +29,8 @@ blocks the event loop keeps its lock. An instance that holds none asks nothing.
     an operator releases it                  at once                           is cancelled
     the release cannot be written            as soon as it can, at the latest  has ended
                                              after `ttl`
-    the answer to taking it is lost          after `ttl`: nobody renews it     does not begin
+    the answer to taking it is lost, or the  after `ttl`: nobody renews it     does not begin; has ended
+    server crashes right after its release
 
 No statement here waits for a row that somebody has locked, the operator's excepted: it may be a guarded transaction of
 the caller's own. What had to be skipped, and what no notification told, is seen by `LOOK`, soon at first and then ever
@@ -142,8 +143,11 @@ RETURNING id
 """
 
 
-def pass_on(which: str) -> str:
-    """Return the statement that passes these locks on, each to whoever waits longest for it, or to nobody."""
+def pass_on(which: str, to_nobody: str = "NULL") -> str:
+    """Return the statement that passes these locks on, each to whoever waits longest for it, or to nobody.
+
+    `to_nobody` is computed for the latter.
+    """
     return f"""
 WITH open AS MATERIALIZED (
     SELECT l.name
@@ -178,13 +182,16 @@ WITH open AS MATERIALIZED (
 )
 SELECT name, token, instance_id, waiter,
        CASE WHEN waiter IS NOT NULL
-            THEN pg_notify('{{channel}}', format('granted:%%s:%%s:%%s', instance_id, waiter, token)) END
+            THEN pg_notify('{{channel}}', format('granted:%%s:%%s:%%s', instance_id, waiter, token))::text
+            ELSE {to_nobody} END
 FROM passed
 """
 
 
 OURS = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id = %(me)s"
-RELEASE = pass_on(OURS)
+# Released to nobody, no token has moved, and nobody waits for the disk: if the server crashes before it is written, the
+# lock is free after its `ttl`.
+RELEASE = pass_on(OURS, to_nobody="set_config('synchronous_commit', 'off', true)")
 PASS_ON_FREE = pass_on(f"l.name = ANY (%(names)s::text[]) AND {FREE}")
 PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])")
 
