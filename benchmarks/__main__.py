@@ -4,6 +4,7 @@
     throughput   no-op runs claimed, run and durably completed by one process; bare SQL        ≥ 40,000/s
                  and the peers beside it
     insert       runs put in by POST /runs:batch, and by `trigger_many` in code                ≥ 20,000/s, ≥ 80,000/s
+    once         keys taken and made seen, 1,000 at a time and one by one; asked for again      ≥ 50,000/s
     latency      from POST to the start of the action, on an idle cluster of three             p50 ≤ 5 ms, p99 ≤ 20 ms
     punctual     1,000 actions due in the same second, on three instances                      p99 ≤ 50 ms late, once
     rescue       SIGKILL of the instance with a run, until the run begins elsewhere            p99 ≤ 500 ms
@@ -33,6 +34,7 @@ from benchmarks import (
     latency,
     limits,
     locks,
+    once,
     outage,
     punctual,
     rescue,
@@ -46,6 +48,7 @@ from benchmarks.conditions import two_cores
 ALL = {
     "throughput": throughput.run,
     "insert": insert.run,
+    "once": once.run,
     "latency": latency.run,
     "punctual": punctual.run,
     "rescue": rescue.run,

@@ -8,6 +8,7 @@ from app.fleet.cluster.locks import Held
 from app.fleet.cluster.singletons import singleton
 from app.fleet.engine.actions import Action, action
 from app.fleet.engine.following import follow, result
+from app.fleet.engine.once import once, once_many
 from app.fleet.engine.run import Run
 from app.fleet.engine.trigger import Order, session, trigger, trigger_many
 from app.fleet.errors import (
@@ -51,6 +52,8 @@ __all__ = [
     "follow",
     "limit",
     "lock",
+    "once",
+    "once_many",
     "result",
     "session",
     "singleton",

@@ -11,6 +11,7 @@ from tests.support.fleet import ROOT, environment
 FIGURES = {
     "throughput": ("Flotilla, one process", "pgbench, bare SQL", "≥ 40,000/s", "the feed costs"),
     "insert": ("POST /runs:batch", "trigger_many", "≥ 80,000/s"),
+    "once": ("once_many, 1,000 each", "≥ 50,000/s", "once, sixteen tasks", "all of them seen before"),
     "latency": ("before POST → the action began", "p50 ≤ 5 ms", "p99 ≤ 20 ms"),
     "punctual": ("the action began", "median of the slots' p99", "≤ 50 ms", "each exactly once: kept"),
     "rescue": ("SIGKILL → begun elsewhere", "p99 ≤ 500 ms"),

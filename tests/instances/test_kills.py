@@ -81,6 +81,22 @@ def test_runs_of_a_killed_leader_go_on_elsewhere_with_their_checkpoint(fleet: Fl
         assert len(run["result"]["instances"]) == 2, "it did not begin again from nothing"
 
 
+def test_a_key_that_a_killed_attempt_was_at_is_processed_by_the_next_one_with_one_effect(
+    fleet: Fleet, address: str, tmp_path: Path
+) -> None:
+    (owner,) = fleet.start()
+    # A gate that never opens: killed with the effect written, and not committed.
+    run_id = owner.trigger("sift", {"key": "k", "gate": str(tmp_path / "shut")})["id"]
+    with psycopg.connect(address, autocommit=True) as session:
+        eventually(lambda: session.execute("SELECT 1 FROM flotilla.once_keys WHERE state = 'pending'").fetchone())
+        (other,) = fleet.start()
+        owner.kill()
+        run = other.ended(run_id)
+        assert (run["state"], run["attempt"], run["result"]) == ("succeeded", 2, "new")
+        assert effects_of(session) == {run_id: 1}
+        assert session.execute("SELECT state FROM flotilla.once_keys").fetchall() == [("seen",)]
+
+
 def test_two_instances_triggered_at_the_same_moment_with_the_same_key_make_one_run(fleet: Fleet) -> None:
     ships = fleet.start(2)
     with ThreadPoolExecutor(8) as pool:

@@ -12,7 +12,7 @@ from tests.support.fleet import Fleet, by_name
 from tests.support.postgres import eventually
 from tests.support.trial_actions import EFFECTS
 
-WRITES = ("completion", "checkpoint", "event", "guard", "commit")
+WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 FENCED = re.compile(r'^flotilla_runs_fenced_total\{write="(\w+)"\} (\S+)', re.MULTILINE)
 
 

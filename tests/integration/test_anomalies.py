@@ -111,3 +111,21 @@ async def test_a_run_that_nobody_can_take_back_is_stuck_until_what_holds_it_has_
 
     await soon(over)
     assert "exceeded its deadline" in ((await here.look(run_id)).error or "")
+
+
+async def test_keys_that_a_living_owner_does_not_come_to_an_end_with_are_an_anomaly_until_its_run_is_cancelled(
+    here: Desk,
+) -> None:
+    run_id = await here.trigger("nap", {"seconds": 3600})
+    run = await here.attempt(run_id)
+    await here.sql(
+        "INSERT INTO once_keys (scope, key, token, state, instance_id, run_id, run_token, taken_at) "
+        "VALUES ('filings', 'x', 1, 'pending', 1, %s, %s, now() - interval '2 hours')",
+        run_id,
+        run.token,
+    )
+    assert await found(here) == {"once_pending": "filings"}
+    # The remedy.
+    await here.running.client.post(f"/runs/{run_id}/cancel")
+    await here.ended(run_id)
+    assert await found(here) == {}

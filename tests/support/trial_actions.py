@@ -27,6 +27,7 @@ from app.fleet import (
     breaker,
     limit,
     lock,
+    once,
     result,
     session,
     trigger,
@@ -199,9 +200,13 @@ async def late(run: Run) -> str:
     """Write once more after the run was taken over, whatever its cancellation says; another attempt just ends."""
     if run.attempt > 1:
         return "done by another"
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.sleep(3600)
     write = run.payload["write"]
+    if write == "once":
+        async with once("late", "key") as fresh:
+            await oversleep()
+            await fresh.session.execute(EFFECT, effect(run, "late"))
+        return "late"
+    await oversleep()
     if write == "checkpoint":
         await run.checkpoint({"late": True})
     elif write == "event":
@@ -214,6 +219,24 @@ async def late(run: Run) -> str:
         async with run.commit("late") as last:
             await last.execute(EFFECT, effect(run, "late"))
     return "late"
+
+
+async def oversleep() -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(3600)
+
+
+@action("sift", retry_delay="50ms")
+async def sift(run: Run) -> str:
+    """Process a key once. The first attempt may wait for a gate, or fail, with its effect written but not committed."""
+    async with once("sift", run.payload["key"]) as fresh:
+        if fresh:
+            await fresh.session.execute(EFFECT, effect(run, "sifted"))
+            if run.attempt == 1:
+                await opened(run.payload.get("gate"))
+                if run.payload.get("fail"):
+                    raise ValueError("the sieve is torn")
+    return fresh.state
 
 
 @action("talk")

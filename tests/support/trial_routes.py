@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from sqlalchemy import text
 
 from app import routes
-from app.fleet import breaker, limit
+from app.fleet import breaker, limit, once
 from app.fleet.http import edge
 from app.fleet.http.context import InContext
 
@@ -81,6 +81,12 @@ async def guarded(fails: bool) -> None:
     async with breaker("trial", failures=1, rest="1h"):
         if fails:
             raise HTTPException(502, "the harbour office does not answer")
+
+
+@router.post("/once/{key}")
+async def process_once(key: str) -> str:
+    async with once("route", key) as fresh:
+        return fresh.state
 
 
 @router.get("/fail")

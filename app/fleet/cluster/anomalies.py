@@ -8,6 +8,7 @@
     connection_budget   the database   the living could together open more sessions than the server allows
     lock_held_long      a lock         it has been held for longer than a lock should be (singletons' excepted)
     run_stuck           a run          its deadline is long over, and nobody has taken it back (`engine/recovery.py`)
+    once_pending        a scope        keys have been pending for too long, and their owners live (`engine/once.py`)
 
 Each is in `GET /health/instances`, which looks when it is asked. The leader looks now and then by itself: for the log,
 where each is said once when it comes and once when it is over, and for a metric. Each kind has a page in docs/runbook.
@@ -42,6 +43,7 @@ KINDS = (
     "connection_budget",
     "lock_held_long",
     "run_stuck",
+    "once_pending",
 )
 EVERY = 30.0
 AFTER_DEFECT = 5.0

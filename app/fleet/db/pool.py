@@ -219,6 +219,10 @@ class Database(Service):
         async with self._sessions() as session, session.begin():
             yield session
 
+    def unbegun(self) -> AsyncSession:
+        """Make a session that borrows when it is first used; who asked for it commits and closes it."""
+        return self._sessions()
+
     def lane(self) -> Lane:
         """Make a lane: a connection of the pool that its user keeps."""
         return Lane(self)
@@ -321,6 +325,7 @@ class Database(Service):
 
     def _borrowing_engine(self) -> AsyncEngine:
         async def borrow() -> Any:
+            await self._until_healthy()
             try:
                 return await self._pool.getconn()
             except psycopg.Error as error:

@@ -350,3 +350,34 @@ feed = Table(
 
 # One row. Not kept at all: nothing is written to the feed.
 feed_settings = Table("feed_settings", metadata, Column("kept", Interval, nullable=False))
+
+# One for each block of `once`: higher than that of any block that had the same key before, also if it was forgotten in
+# between. Without a cache, which would hand them out of order.
+once_tokens = Sequence("once_tokens", metadata=metadata)
+
+# A key that is being processed, or was. Full pages: what makes it seen changes an indexed column, so that room left on
+# the page would save nothing.
+once_keys = Table(
+    "once_keys",
+    metadata,
+    # By their bytes, which is quick, and the order in which keys are locked.
+    Column("scope", Text(collation="C"), nullable=False),
+    Column("key", Text(collation="C"), nullable=False),
+    # The fencing token: of the block that took it last.
+    Column("token", BigInteger, nullable=False),
+    Column("state", Text, nullable=False),
+    # Who took it: the instance, and of a run the attempt. While it is `pending`, its owner.
+    Column("instance_id", Integer, nullable=False),
+    Column("run_id", BigInteger),
+    Column("run_token", BigInteger),
+    Column("taken_at", DateTime(timezone=True), nullable=False),
+    # Until when it is remembered. Null while it is `pending`.
+    Column("expires_at", DateTime(timezone=True)),
+    CheckConstraint("state IN ('pending', 'seen', 'free')", name="state"),
+    PrimaryKeyConstraint("scope", "key"),
+    # Each row is in one of these, and few are in the first: what has been pending for too long, what may be forgotten.
+    Index("once_keys_pending", "taken_at", postgresql_where=text("state = 'pending'")),
+    Index("once_keys_expiry", "expires_at", postgresql_where=text("state <> 'pending'")),
+    # Each key leaves an entry behind in the first of them; the next who looks at it walks through those that are left.
+    postgresql_with={"autovacuum_vacuum_scale_factor": "0.05"},
+)

@@ -19,7 +19,7 @@ from app.fleet.cluster import coordination
 from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
-from app.fleet.engine import recovery
+from app.fleet.engine import once, recovery
 from app.fleet.engine.actions import Catalogue
 from app.fleet.engine.claim import LATER, Told
 from app.fleet.engine.executor import Executor
@@ -58,6 +58,7 @@ class Engine:
         )
         self.lookout = Lookout(database, member, catalogue, self.executor, self.scheduler.expect)
         self.retention = Retention(database, member)
+        self.seen = once.SeenStore(database, member)
         self._database = database
         self._member = member
         self._hub = stream.hub
@@ -65,6 +66,7 @@ class Engine:
         self._feed_retention = timedelta(seconds=settings.feed_retention)
         member.on_death(recovery.TakeBack(database.namespace))
         shared.anomalies.add(recovery.stuck)
+        shared.anomalies.add(once.stays_pending)
         member.on_lost(self.executor.drop)
         member.on_elected(self._elected)
         member.on_notification("runs", self._runs_wait)
@@ -92,6 +94,7 @@ class Engine:
     def enter(self) -> None:
         """Have the public functions mean this instance, in this task and those that it starts."""
         current.set(self.triggers)
+        once.current.set(self.seen)
         coordination.current.set(self._shared)
 
     async def tell_members(self) -> None:

@@ -38,7 +38,7 @@ from app.fleet.db.pool import Database
 from app.fleet.engine.actions import Action, Catalogue
 from app.fleet.engine.claim import MANY, WIDTH, Claimant, Clock
 from app.fleet.engine.ledger import Ledger
-from app.fleet.engine.run import Run, as_json
+from app.fleet.engine.run import Run, as_json, current_run
 from app.fleet.engine.watch import Watch
 from app.fleet.errors import DatabaseError, Fenced, GiveUp, NotJson, PayloadInvalid, TryAgain
 from app.fleet.phase import Course
@@ -260,6 +260,7 @@ class Executor(Service):
     async def _attempt(self, run: Run[Any], action: Action[Any]) -> None:
         # On every line that it logs.
         request_id.set(f"run/{run.id}")
+        current_run.set(run)
         try:
             if not action.plain:
                 run.payload  # noqa: B018 — it is checked before the action sees anything

@@ -50,7 +50,7 @@ Answer = TypeVar("Answer")
 
 OUTCOMES = ("succeeded", "failed", "cancelled", "retried", "paused")
 # What can be refused for its token.
-WRITES = ("completion", "checkpoint", "event", "guard", "commit")
+WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 
 BATCH = 1000
 RETRY = 0.1

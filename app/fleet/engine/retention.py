@@ -8,7 +8,8 @@ batch ended: the index still has entries of what was deleted, for as long as som
 Two leaders would skip each other's rows. Nothing else depends on it: a slot whose key was forgotten cannot come again,
 because `next_run_at` has moved past it.
 
-The feed (`stream/feed.py`) is forgotten with rests too, but not under `LIMIT`, and under its readers' lock.
+The feed (`stream/feed.py`) and the keys of `once` (`once.py`) are forgotten with rests too, but not under `LIMIT`:
+nothing hangs on their rows. The feed is, under its readers' lock.
 """
 
 import asyncio
@@ -20,14 +21,16 @@ import psycopg
 
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
+from app.fleet.engine import once
 from app.fleet.errors import DatabaseError
 from app.fleet.service import Service, let_go
 from app.fleet.stream import feed
 from app.fleet.telemetry.logs import events
 
 EVERY = 10.0
-# The feed's turn is every sixth: its statements would be a good part of what an idle leader asks.
-FEED_TURNS = 6
+# The turns of the feed and of the keys are every sixth, and not the same one: their statements would be a good part of
+# what an idle leader asks.
+SELDOM = 6
 BATCH = 1000
 LIMIT = 2.0
 
@@ -79,8 +82,10 @@ class Retention(Service):
             if self._member.leading:
                 with suppress(psycopg.Error, DatabaseError):
                     await self.prune()
-                    if turn % FEED_TURNS == 0:
+                    if turn % SELDOM == 0:
                         await self.prune_feed()
+                    elif turn % SELDOM == SELDOM // 2:
+                        await self.prune_keys()
 
     async def prune_feed(self) -> None:
         """Forget what the feed has kept for long enough, with as much rest in between."""
@@ -92,6 +97,16 @@ class Retention(Service):
             began = loop.time()
             async with self._database.connection() as connection:
                 count, floor = await feed.forget(connection, self._database.namespace, cutoff, floor)
+            await asyncio.sleep(loop.time() - began)
+
+    async def prune_keys(self) -> None:
+        """Forget the keys whose time is over, with as much rest in between."""
+        loop = asyncio.get_running_loop()
+        count, floor = BATCH, LONG_AGO
+        while count >= BATCH:
+            began = loop.time()
+            async with self._database.autocommit() as connection:
+                count, floor = await once.forget(connection, self._database.namespace, floor, BATCH)
             await asyncio.sleep(loop.time() - began)
 
     async def prune(self) -> int:

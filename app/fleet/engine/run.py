@@ -18,6 +18,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, Literal, cast, get_args
 
@@ -162,6 +163,10 @@ class Run(Generic[P]):
     async def guard(self, session: AsyncSession) -> None:
         """Let this transaction commit only while the run is ours: nobody can take it over before the commit."""
         await self._ledger.guard(session, self)
+
+
+# Whose attempt this code is part of, set in the task of each attempt; nobody's outside of runs.
+current_run: ContextVar[Run[Any] | None] = ContextVar("flotilla_run", default=None)
 
 
 class Blocking:

@@ -1,0 +1,401 @@
+"""A key is processed once: fresh for one, seen only after that one has succeeded, and fresh again if it has not."""
+
+import asyncio
+import contextvars
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from app.fleet import Fenced, FleetError, Run, action, once, once_many, trigger
+from app.fleet.db import statements
+from app.fleet.db.pool import DatabaseAway
+from app.fleet.engine import once as store
+from app.fleet.engine import retention
+from app.fleet.errors import EngineError
+from tests.support.postgres import Postgres
+from tests.support.runs import Desk, desk, soon
+from tests.support.trial_actions import EFFECT, EFFECTS, effect
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("here")]
+
+MOST = (store.SCOPE_MOST, store.KEY_MOST)
+NOTE = text("INSERT INTO public.effects (note) VALUES (:note)")
+
+
+@action("end-inside")
+async def end_inside(run: Run) -> None:
+    """Complete the run inside of a block, which marks its key after that."""
+    async with once("end-inside", "k"), run.commit() as transaction:
+        await transaction.execute(EFFECT, effect(run, "end-inside"))
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def service(postgres: Postgres) -> AsyncIterator[Desk]:
+    """One instance for all of these; each test has a scope of its own."""
+    address = postgres.new_database()
+    async with desk(address, actions=("tests.support.trial_actions", __name__)) as own:
+        await own.sql(EFFECTS)
+        yield own
+    postgres.drop(address)
+
+
+@pytest.fixture
+async def here(service: Desk) -> Desk:
+    service.engine.enter()
+    return service
+
+
+async def states(here: Desk, scope: str) -> dict[str, str]:
+    return dict(await here.sql("SELECT key, state FROM once_keys WHERE scope = %s", scope))
+
+
+async def noted(here: Desk, note: str) -> int:
+    ((count,),) = await here.sql("SELECT count(*) FROM effects WHERE note = %s", note)
+    return int(count)
+
+
+# -- one key ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_key_is_fresh_once_and_seen_after_that() -> None:
+    async with once("twice", "k") as first:
+        assert first
+    async with once("twice", "k") as second:
+        assert not second
+    assert (first.state, second.state) == ("new", "seen")
+
+
+async def test_a_key_of_another_scope_is_another_key() -> None:
+    async with once("scope-a", "k") as first, once("scope-b", "k") as second:
+        assert first
+        assert second
+
+
+async def test_it_is_seen_in_the_transaction_of_its_session(here: Desk) -> None:
+    async with once("together", "k") as fresh:
+        await fresh.session.execute(NOTE, {"note": "together"})
+        assert (await states(here, "together"), await noted(here, "together")) == ({"k": "pending"}, 0)
+    assert (await states(here, "together"), await noted(here, "together")) == ({"k": "seen"}, 1)
+    assert await here.sql(
+        "SELECT e.xmin = k.xmin FROM effects AS e, once_keys AS k WHERE e.note = 'together' AND k.scope = 'together'"
+    ) == [(True,)]
+
+
+async def fail(scope: str, error: type[BaseException]) -> None:
+    async with once(scope, "k") as fresh:
+        await fresh.session.execute(NOTE, {"note": scope})
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
+async def test_a_body_that_fails_leaves_no_effect_and_its_key_to_be_retried(
+    here: Desk, error: type[BaseException]
+) -> None:
+    scope = error.__name__
+    with pytest.raises(error):
+        await fail(scope, error)
+    assert (await states(here, scope), await noted(here, scope)) == ({"k": "free"}, 0)
+    async with once(scope, "k") as again:
+        assert again.state == "new"
+
+
+async def test_a_run_that_is_triggered_in_its_session_is_there_exactly_if_the_key_is_seen(here: Desk) -> None:
+    async def trigger_and_fail() -> None:
+        async with once("outbox", "k") as fresh:
+            await trigger("echo", {"n": 1}, session=fresh.session)
+            raise ValueError
+
+    made = "SELECT payload->>'n' FROM (SELECT payload FROM runs UNION ALL SELECT payload FROM finished_runs) AS r"
+    with pytest.raises(ValueError):  # noqa: PT011 — ours has no text
+        await trigger_and_fail()
+    assert ("1",) not in await here.sql(made)
+    async with once("outbox", "k") as fresh:
+        run_id = await trigger("echo", {"n": 2}, session=fresh.session)
+    assert (await here.ended(run_id)).result == {"n": 2}
+
+
+async def test_no_transaction_is_open_until_the_body_uses_its_session(here: Desk) -> None:
+    busy = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE %s AND state <> 'idle' AND pid <> pg_backend_pid()"
+    async with once("lazy", "k") as fresh:
+        assert await here.sql(busy, "%once_keys%") == [(0,)]
+        await fresh.session.execute(text("SELECT 'lazily'"))
+        assert await here.sql(busy, "%lazily%") == [(1,)]
+
+
+async def test_a_process_that_dies_between_the_effect_and_the_mark_leaves_one_effect_in_the_end(here: Desk) -> None:
+    async def process() -> None:
+        async with once("dies", "k") as fresh:
+            await fresh.session.execute(NOTE, {"note": "dies"})
+            if not await here.sql("SELECT 1 FROM effects WHERE note = 'dies before'"):
+                await here.sql("INSERT INTO effects (note) VALUES ('dies before')")
+                pid = (await fresh.session.execute(text("SELECT pg_backend_pid()"))).scalar_one()
+                await here.sql("SELECT pg_terminate_backend(%s)", pid)
+
+    with pytest.raises((DBAPIError, psycopg.Error)):
+        await process()
+    assert await noted(here, "dies") == 0
+    await soon(lambda: given_back(here, "dies"))
+    await process()
+    assert (await states(here, "dies"), await noted(here, "dies")) == ({"k": "seen"}, 1)
+
+
+async def given_back(here: Desk, scope: str) -> bool:
+    return await states(here, scope) == {"k": "free"}
+
+
+async def test_the_same_key_inside_of_itself_is_pending(here: Desk) -> None:
+    async with once("nested", "k") as outer:
+        async with once("nested", "k") as inner:
+            assert inner.state == "pending"
+        assert outer
+    assert await states(here, "nested") == {"k": "seen"}
+
+
+async def test_of_many_tasks_of_one_instance_one_has_the_key() -> None:
+    async def process() -> str:
+        async with once("tasks", "k") as fresh:
+            await asyncio.sleep(0.01)
+        return fresh.state
+
+    found = await asyncio.gather(*(process() for _ in range(20)))
+    assert found.count("new") == 1
+
+
+# -- what cannot be asked at once -------------------------------------------------------------------------------------
+
+
+async def test_a_body_that_meets_an_outage_is_told_so_and_its_key_is_given_back_when_it_is_over(here: Desk) -> None:
+    database = here.running.context.database
+
+    async def meet_an_outage() -> None:
+        async with once("away", "k") as fresh:
+            database._healthy.clear()
+            await fresh.session.execute(NOTE, {"note": "away"})
+
+    with pytest.raises(DatabaseAway):
+        await meet_an_outage()
+    database._healthy.set()
+    await soon(lambda: given_back(here, "away"))
+
+
+@pytest.mark.parametrize("error", [psycopg.OperationalError, asyncio.CancelledError])
+async def test_keys_that_were_taken_by_a_statement_whose_answer_was_lost_are_given_back(
+    here: Desk, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    genuine = statements.fetch
+
+    async def lossy(place: Any, statement: bytes, values: Any = None) -> Any:
+        rows = await genuine(place, statement, values)
+        if b"taken" in statement:
+            raise error
+        return rows
+
+    scope = f"lost-{error.__name__}"
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "fetch", lossy)
+        with pytest.raises(error):
+            await fail(scope, ValueError)
+    await soon(lambda: given_back(here, scope))
+
+
+# -- many keys --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_says_of_each_key_what_it_is_in_the_order_given(here: Desk) -> None:
+    async with once("batch", "seen-1"), once("batch", "seen-2"):
+        pass
+    async with once("batch", "held"), once_many("batch", ["c", "seen-2", "a", "held", "seen-1", "c", "b"]) as batch:
+        assert (batch.fresh, batch.pending, batch.seen) == (["c", "a", "b"], ["held"], ["seen-2", "seen-1"])
+    assert set((await states(here, "batch")).values()) == {"seen"}
+
+
+async def test_a_batch_and_its_effects_are_seen_together(here: Desk) -> None:
+    async with once_many("batch-session", [f"k-{number}" for number in range(1000)]) as batch:
+        for key in batch.fresh[:3]:
+            await batch.session.execute(NOTE, {"note": f"batch {key}"})
+    assert list((await states(here, "batch-session")).values()) == ["seen"] * 1000
+    assert await noted(here, "batch k-2") == 1
+
+
+async def test_a_batch_that_fails_gives_back_its_own_keys_and_no_others(here: Desk) -> None:
+    async def fail_in_batch() -> None:
+        async with once_many("batch-fails", ["a", "b", "held"]):
+            raise ValueError
+
+    async with once("batch-fails", "held"):
+        with pytest.raises(ValueError):  # noqa: PT011 — ours has no text
+            await fail_in_batch()
+        assert await states(here, "batch-fails") == {"a": "free", "b": "free", "held": "pending"}
+
+
+async def test_a_batch_of_nothing_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(store, "fetch")
+    async with once_many("nothing", []) as batch:
+        assert (batch.fresh, batch.pending, batch.seen) == ([], [], [])
+
+
+# -- for how long -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "kept"), [({}, 7 * 86400.0), ({"keep": "90s"}, 90.0), ({"keep": 366 * 86400}, None)])
+async def test_it_is_remembered_for_as_long_as_keep_says(here: Desk, keep: dict[str, Any], kept: float | None) -> None:
+    scope = f"keep-{kept}"
+    async with once(scope, "k", **keep):
+        pass
+    ((left,),) = await here.sql("SELECT expires_at - clock_timestamp() FROM once_keys WHERE scope = %s", scope)
+    assert timedelta(0) <= timedelta(seconds=kept or 366 * 86400) - left < timedelta(seconds=20)
+
+
+async def test_after_that_it_is_fresh_again_whether_it_was_forgotten_or_not(here: Desk) -> None:
+    async with once("expires", "k", keep="1s"):
+        pass
+    await here.sql("UPDATE once_keys SET expires_at = now() WHERE scope = 'expires'")
+    async with once("expires", "k") as again:
+        assert again
+
+
+async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "EVERY", 0.05)
+    monkeypatch.setattr(retention, "BATCH", 400)
+    async with desk(address) as own:
+        async with once_many("forgotten", [f"k-{number}" for number in range(1000)]):
+            pass
+        await own.sql("UPDATE once_keys SET expires_at = now() - interval '2 min' WHERE key <> 'k-0'")
+        await soon(lambda: own.sql("SELECT 1 WHERE (SELECT count(*) FROM once_keys) = 1"))
+
+
+# -- misuse -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (lambda: once("", "k"), "a scope is a text of 1 to 100 printable letters, and not ''"),
+        (lambda: once("s" * 101, "k"), "a scope is a text of 1 to 100"),
+        (lambda: once("s\n", "k"), r"a scope is a text of .*, and not 's\\n'"),
+        (lambda: once("s", ""), "a key is a text of 1 to 500 printable letters, and not ''"),
+        (lambda: once("s", "k" * 501), "a key is a text of 1 to 500"),
+        (lambda: once("s", "a\x00b"), "a key is a text of"),
+        (lambda: once("s", "\ud800"), "a key is a text of"),
+        (lambda: once("s", 17), "a key is a text of .*, and not 17"),  # type: ignore[arg-type]
+        (lambda: once_many("s", "abc"), "keys are a list of texts, and this is one text"),
+        (lambda: once_many("s", [str(n) for n in range(1001)]), "1001 keys at once, and there may be 1000"),
+        (lambda: once("s", "k", keep=0), "`keep` is 0 s, and must be from 1s to 366d"),
+        (lambda: once("s", "k", keep="367d"), "`keep` is .* s, and must be from 1s to 366d"),
+        (lambda: once("s", "k", keep=float("nan")), "`keep` is nan s"),
+        (lambda: once("s", "k", keep="soon"), "`keep`: 'soon' is not a duration"),
+    ],
+)
+async def test_what_cannot_be_a_key_is_refused_and_nothing_is_taken(
+    here: Desk, block: Callable[[], AbstractAsyncContextManager[Any]], said: str
+) -> None:
+    with pytest.raises(EngineError, match=said):
+        await enter(block)
+    assert await states(here, "s") == {}
+
+
+async def enter(block: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
+    async with block():
+        pass
+
+
+async def test_the_longest_scope_and_key_there_may_be_fit_the_index() -> None:
+    chance = random.Random(4)
+    # Four bytes each, in an order that cannot be compressed.
+    scope, key = ("".join(chr(chance.randrange(0x20000, 0x2A000)) for _ in range(most)) for most in MOST)
+    async with once(scope, key) as fresh:
+        assert fresh
+
+
+@pytest.mark.parametrize("block", [lambda: once("s", "k"), lambda: once_many("s", ["k"])])
+async def test_outside_of_a_running_service_it_says_where_it_can_be_used(
+    block: Callable[[], AbstractAsyncContextManager[Any]],
+) -> None:
+    with pytest.raises(FleetError, match="for the code of a running service: a route, or an async action"):
+        await asyncio.create_task(enter(block), context=contextvars.Context())
+
+
+async def test_who_does_not_have_the_key_has_no_session() -> None:
+    async with once("sessions", "k") as outer, once("sessions", "k") as inner:
+        with pytest.raises(EngineError, match="ask what is fresh first"):
+            inner.session  # noqa: B018 — the question is the test
+    with pytest.raises(EngineError, match="the block of this session has ended"):
+        outer.session  # noqa: B018 — likewise
+
+
+async def test_an_instance_that_is_not_registered_takes_nothing(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here.running.context.member._link, "_identity", None)
+    with pytest.raises(Fenced, match="is registering again"):
+        await enter(lambda: once("nobody", "k"))
+
+
+# -- in a route -------------------------------------------------------------------------------------------------------
+
+
+async def test_in_a_route_its_owner_is_the_instance(here: Desk) -> None:
+    answers = [(await here.running.client.post("/trial/once/k")).json() for _ in range(2)]
+    assert answers == ["new", "seen"]
+    identity = here.running.context.member.identity
+    assert identity is not None
+    assert await here.sql("SELECT instance_id, run_id FROM once_keys WHERE scope = 'route'") == [(identity.id, None)]
+
+
+async def test_in_a_route_a_key_that_cannot_be_is_the_clients_mistake(here: Desk) -> None:
+    answer = await here.running.client.post(f"/trial/once/{'k' * 501}")
+    assert answer.status_code == 422
+    assert "a key is a text of 1 to 500 printable letters" in answer.json()["detail"]
+
+
+# -- in an attempt ----------------------------------------------------------------------------------------------------
+
+
+async def test_in_an_attempt_its_owner_is_the_attempt(here: Desk, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    run_id = await here.trigger("sift", {"key": "owned", "gate": str(gate)})
+    run = await here.attempt(run_id)
+    owner = "SELECT run_id, run_token FROM once_keys WHERE scope = 'sift' AND key = 'owned'"
+    assert await soon(lambda: here.sql(owner)) == [(run_id, run.token)]
+    gate.touch()
+    assert (await here.ended(run_id)).result == "new"
+
+
+async def test_what_fails_in_one_attempt_is_done_by_the_next(here: Desk) -> None:
+    run = await here.run("sift", {"key": "fails", "fail": True})
+    assert (run.result, run.attempt) == ("new", 2)
+    assert await here.sql("SELECT attempt FROM effects WHERE run_id = %s", run.id) == [(2,)]
+    assert (await here.run("sift", {"key": "fails"})).result == "seen"
+
+
+async def test_an_attempt_whose_run_was_taken_over_is_refused_and_counted_and_has_no_effect(
+    here: Desk, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    run_id = await here.trigger("sift", {"key": "late", "gate": str(gate)})
+    await soon(lambda: here.sql("SELECT 1 FROM once_keys WHERE scope = 'sift' AND key = 'late'"))
+    fenced = here.engine.executor.ledger.fenced
+    before = fenced["once"]
+    await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s", run_id)
+    async with once("sift", "late") as ours:
+        assert ours, "it is free at once"
+        gate.touch()
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", fenced["once"] == before + 1))
+    assert await here.sql("SELECT 1 FROM effects WHERE run_id = %s", run_id) == []
+
+
+async def test_a_key_whose_block_ended_its_own_run_is_seen(here: Desk) -> None:
+    run = await here.run("end-inside")
+    assert run.state == "succeeded"
+    await soon(lambda: here.sql("SELECT 1 FROM once_keys WHERE scope = 'end-inside' AND state = 'seen'"))

@@ -1,0 +1,180 @@
+"""Any order of blocks, of owners who end, of keys that expire and are forgotten, against a model of what may happen.
+
+Hypothesis chooses; every statement is the seen-store's own, on a real database. Blocks come back with every token that
+was ever drawn, so most of them are late. The model says who has a key; what it holds against the database is that a key
+is fresh exactly if nobody who lives is at it and it is not seen, and that it is seen by its present owner or by nobody.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from app.fleet import Run
+from app.fleet.db.statements import fetch
+from app.fleet.engine import once
+from app.fleet.engine.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
+from app.fleet.engine.retention import LONG_AGO
+from tests.support.table import NAMESPACE, Table, table
+
+KEYS = ("a", "b", "c")
+SOME_KEYS = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
+
+
+@dataclass
+class Key:
+    """What the row of a key must be; none while it is absent."""
+
+    state: str = "absent"
+    token: int = 0
+    owner: int = 0
+
+
+def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any]) -> type[RuleBasedStateMachine]:
+    names = count()
+
+    class Protocol(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            do(here.sql("TRUNCATE once_keys, runs, instances"))
+            self.keys = {key: Key() for key in KEYS}
+            self.owners: list[Owner] = []
+            # Each owner has an instance of its own.
+            self.living: set[int] = set()
+            # Every block there ever was.
+            self.blocks: list[Block] = []
+            self.join_as_instance()
+
+        # -- who is there ---------------------------------------------------------------------------------------------
+
+        @rule()
+        def join_as_instance(self) -> None:
+            self.add(Owner(do(here.instance(f"i-{next(names)}")).identity.id, None))
+
+        @rule()
+        def begin_an_attempt(self) -> None:
+            insert = """
+                INSERT INTO runs (action_id, state, priority, run_at, token, max_attempts, trigger)
+                VALUES (1, 'running', 0, now(), 1, 1, 'code') RETURNING id
+            """
+            ((run_id,),) = do(here.sql(insert))
+            run = SimpleNamespace(id=run_id, token=1, attempt=1, committed=False)
+            self.add(Owner(do(here.instance(f"i-{next(names)}")).identity.id, cast("Run[Any]", run)))
+
+        def add(self, owner: Owner) -> None:
+            self.owners.append(owner)
+            self.living.add(owner.instance)
+
+        @rule(data=st.data())
+        def end(self, data: st.DataObject) -> None:
+            owner = data.draw(st.sampled_from(self.owners))
+            if owner.run is None:
+                do(here.sql("UPDATE instances SET state = 'gone' WHERE id = %s", owner.instance))
+            else:
+                do(here.sql("UPDATE runs SET state = 'pending' WHERE id = %s", owner.run.id))
+            self.living.discard(owner.instance)
+
+        # -- what they do ---------------------------------------------------------------------------------------------
+
+        @rule(data=st.data(), keys=SOME_KEYS)
+        def ask(self, data: st.DataObject, keys: list[str]) -> None:
+            block = Block(data.draw(st.sampled_from(self.owners)), "s", list(keys), 3600.0)
+            ((block.token,),) = do(execute(DRAW))
+            states = dict(do(execute(TAKE, block)))
+            assert (None in states) == (block.owner.instance in self.living)
+            if None not in states:
+                return
+            block.answered(states)
+            assert block.states == {key: self.expected(self.keys[key]) for key in keys}
+            for key in block.keys:
+                assert block.token > self.keys[key].token
+                self.keys[key] = Key("pending", block.token, block.owner.instance)
+            self.blocks.append(block)
+
+        def expected(self, key: Key) -> str:
+            if key.state == "pending":
+                return "pending" if key.owner in self.living else "new"
+            return "seen" if key.state == "seen" else "new"
+
+        @precondition(lambda self: self.blocks)
+        @rule(data=st.data())
+        def mark(self, data: st.DataObject) -> None:
+            block = data.draw(st.sampled_from(self.blocks))
+            ((marked,),) = do(execute(MARK, block))
+            right = block.owner.instance in self.living and len(self.held(block)) == len(block.keys)
+            assert marked == (len(block.keys) if right else 0)
+            for key in block.keys[:marked]:
+                self.keys[key].state = "seen"
+
+        @precondition(lambda self: self.blocks)
+        @rule(data=st.data())
+        def release(self, data: st.DataObject) -> None:
+            block = data.draw(st.sampled_from(self.blocks))
+            do(execute(RELEASE, block))
+            for key in self.held(block):
+                self.keys[key].state = "free"
+
+        def held(self, block: Block) -> list[str]:
+            present = [(key, self.keys[key]) for key in block.keys]
+            return [name for name, key in present if key.state == "pending" and key.token == block.token]
+
+        # -- what happens to keys -------------------------------------------------------------------------------------
+
+        @rule(key=st.sampled_from(KEYS))
+        def expire(self, key: str) -> None:
+            over = "UPDATE once_keys SET expires_at = now() - interval '2 min' WHERE key = %s AND state <> 'pending'"
+            do(here.sql(over, key))
+            if self.keys[key].state == "seen":
+                self.keys[key].state = "over"
+
+        @rule()
+        def forget(self) -> None:
+            do(forget())
+
+        # -- what must be true ----------------------------------------------------------------------------------------
+
+        @invariant()
+        def the_table_says_what_the_model_says(self) -> None:
+            rows = dict(do(here.sql("SELECT key, (state, token)::text FROM once_keys")))
+            for name, key in self.keys.items():
+                row = rows.get(name)
+                if key.state in {"pending", "seen"}:
+                    assert row == f"({key.state},{key.token})"
+                else:
+                    assert row in {None, f"(free,{key.token})", f"(seen,{key.token})"}
+
+    async def execute(statement: str, block: Block | None = None) -> Any:
+        async with here.database.autocommit() as connection:
+            return await fetch(connection, NAMESPACE.sql(statement), block.values if block else None)
+
+    async def forget() -> None:
+        async with here.database.autocommit() as connection:
+            await once.forget(connection, NAMESPACE, LONG_AGO, 100)
+
+    return Protocol
+
+
+def test_nothing_that_may_happen_makes_a_key_seen_that_was_not_done_or_fresh_for_two(address: str) -> None:
+    with asyncio.Runner() as runner:
+        context = table(address)
+        here = runner.run(context.__aenter__())
+        try:
+            run_state_machine_as_test(
+                machine(here, runner.run),
+                settings=settings(
+                    max_examples=20,
+                    stateful_step_count=30,
+                    deadline=None,
+                    derandomize=True,
+                    database=None,
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
+        finally:
+            runner.run(context.__aexit__(None, None, None))
