@@ -1,4 +1,4 @@
-"""What a service's code gives to `limit` and `breaker`, checked before anything is written."""
+"""What a service's code gives to `lock`, `limit`, `breaker` and `once`, checked before anything is written."""
 
 from app.fleet.duration import Duration, seconds, written
 from app.fleet.errors import FleetError
@@ -17,12 +17,12 @@ def check_count(option: str, count: int, most: int, refusal: type[FleetError]) -
         raise refusal(f"`{option}` is {count!r}, and must be a whole number from 1 to {most}")
 
 
-def duration(option: str, given: Duration, refusal: type[FleetError]) -> float:
-    """Read a duration of at most a year; it may be 0."""
+def duration(option: str, given: Duration, refusal: type[FleetError], least: float = 0.0) -> float:
+    """Read a duration of at most a year."""
     try:
         value = seconds(given)
     except ValueError as error:
         raise refusal(f"`{option}`: {error}") from None
-    if not 0 <= value <= LONGEST:
-        raise refusal(f"`{option}` is {value:g} s, and must be from 0 to {written(LONGEST)}")
+    if not least <= value <= LONGEST:
+        raise refusal(f"`{option}` is {value:g} s, and must be from {written(least)} to {written(LONGEST)}")
     return value

@@ -45,13 +45,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.member import Member
+from app.fleet.cluster.options import duration
 from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import Place, fetch
-from app.fleet.duration import Duration, seconds, written
+from app.fleet.duration import Duration
 from app.fleet.engine.run import Run, current_run
-from app.fleet.engine.schedule import LONGEST
 from app.fleet.errors import DatabaseError, EngineError, Fenced, FleetError
 
 State = Literal["new", "pending", "seen"]
@@ -310,7 +310,12 @@ class SeenStore:
 
     @asynccontextmanager
     async def block(self, scope: str, keys: Iterable[str], keep: Duration) -> AsyncIterator[Batch]:
-        block = Block(self._owner(), sound("a scope", scope, SCOPE_MOST), distinct(keys), duration(keep))
+        block = Block(
+            self._owner(),
+            sound("a scope", scope, SCOPE_MOST),
+            distinct(keys),
+            duration("keep", keep, EngineError, least=KEEP_LEAST),
+        )
         try:
             await self._take(block)
             yield Batch(block, self._database.unbegun)
@@ -440,16 +445,6 @@ def distinct(keys: Iterable[str]) -> list[str]:
     if len(wanted) > KEYS_MOST:
         raise EngineError(f"{len(wanted)} keys at once, and there may be {KEYS_MOST}: take them in parts")
     return wanted
-
-
-def duration(keep: Duration) -> float:
-    try:
-        value = seconds(keep)
-    except ValueError as error:
-        raise EngineError(f"`keep`: {error}") from None
-    if not KEEP_LEAST <= value <= LONGEST:
-        raise EngineError(f"`keep` is {value:g} s, and must be from {written(KEEP_LEAST)} to {written(LONGEST)}")
-    return value
 
 
 # -- for the service's code -------------------------------------------------------------------------------------------
