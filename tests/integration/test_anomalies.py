@@ -51,6 +51,11 @@ async def test_each_is_said_once_when_it_comes_and_once_when_it_is_over(
 async def test_the_leader_looks_by_itself_and_the_others_do_not(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.fleet.cluster.anomalies.EVERY", 0.02)
     async with desk(address) as first, desk(address) as second:
+
+        async def somebody_leads() -> bool:
+            return first.running.context.member.leading or second.running.context.member.leading
+
+        await soon(somebody_leads)
         leading = {each.running.context.member.leading: each for each in (first, second)}
         await first.sql("INSERT INTO leader_terms (instance_id, instance) SELECT 1, 'x' FROM generate_series(1, 9)")
 
@@ -83,7 +88,11 @@ async def test_a_clock_that_is_wrong_is_measured_with_the_heartbeat(
 
 
 async def test_leadership_that_changes_hands_again_and_again_is_flapping(here: Desk) -> None:
-    assert await here.sql("SELECT instance FROM leader_terms") == [("flotilla-1",)]
+
+    async def leads() -> bool:
+        return await here.sql("SELECT instance FROM leader_terms") == [("flotilla-1",)]
+
+    await soon(leads)
     await here.sql("INSERT INTO leader_terms (instance_id, instance) SELECT 7, 'flotilla-7' FROM generate_series(1, 4)")
     assert await found(here) == {}
     await here.sql("INSERT INTO leader_terms (instance_id, instance) VALUES (7, 'flotilla-7')")
