@@ -272,6 +272,8 @@ class Executor(Service):
         else:
             if self._leave(run):
                 self._ended_well(run, action, result)
+        # The task's context holds the run: a circle, which only the garbage collector would find.
+        run.task = None
 
     def _leave(self, run: Run[Any]) -> bool:
         """Take an attempt off the list; false if it was written off before it ended."""
