@@ -13,7 +13,8 @@ import pytest
 
 from app.fleet import FleetError, Held, LockCycle, LockLost, LockTaken, lock
 from app.fleet.cluster import holders, locks
-from app.fleet.cluster.locks import RENEW, Locks, Wanted
+from app.fleet.cluster.lock_rows import RELEASE, RENEW
+from app.fleet.cluster.locks import Locks, Wanted
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.direct import open_session
 from app.fleet.errors import LockInvalid
@@ -394,7 +395,7 @@ async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(here: De
     database = here.running.context.database
     async with database.connection() as connection:
         values = {"name": "x", "token": held.token, "me": held.me.id}
-        await connection.execute(database.namespace.sql(locks.RELEASE), values)
+        await connection.execute(database.namespace.sql(RELEASE), values)
         shown = await (await connection.execute("SHOW synchronous_commit")).fetchone()
     assert shown == (durable,)
 

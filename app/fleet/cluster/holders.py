@@ -13,7 +13,7 @@ from datetime import datetime
 import psycopg
 from psycopg.rows import class_row
 
-from app.fleet.cluster.locks import PASS_ON_FREE
+from app.fleet.cluster.lock_rows import PASS_ON_FREE
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown

@@ -54,6 +54,21 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 import psycopg
 
 from app.fleet.cluster.link import clock
+from app.fleet.cluster.lock_rows import (
+    CIRCLE,
+    FORGET_WAITERS,
+    GRANTED,
+    GUARD,
+    LET_GO,
+    PASS_ON_FREE,
+    PASS_ON_OF_DEAD,
+    RELEASE,
+    RENEW,
+    STOP_WAITING,
+    TAKE,
+    WAIT,
+    WHO_HAS,
+)
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.options import check_name, duration
 from app.fleet.cluster.registry import Identity, Session
@@ -83,167 +98,6 @@ AGAIN = 0.25
 AFTER_DEFECT = 1.0
 
 log = events(__name__)
-
-# Told by what is there, never by what is not: an instance that has only just joined may not be visible yet.
-FREE = """(
-    l.instance_id IS NULL OR l.expires_at <= clock_timestamp()
-    OR EXISTS (SELECT FROM {schema}.instances AS g WHERE g.id = l.instance_id AND g.state = 'gone')
-)"""
-
-# Whoever declares this instance gone waits for this to commit, and then finds what it took (as in `claim.py`).
-ALIVE = "SELECT id FROM {schema}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE"
-
-HOLDER = """instance_id = %(me)s, instance = %(instance)s, hostname = %(hostname)s, pid = %(pid)s, holder = %(holder)s,
-    ttl = %(ttl)s, waiter = NULL, acquired_at = clock_timestamp(), renewed_at = clock_timestamp(),
-    expires_at = clock_timestamp() + %(ttl)s"""
-
-TAKE = f"""
-WITH me AS MATERIALIZED (
-    {ALIVE}
-), known AS MATERIALIZED (
-    SELECT l.name
-    FROM {{schema}}.service_locks AS l
-    WHERE l.name = %(name)s
-), made AS (
-    INSERT INTO {{schema}}.service_locks (
-        name, token, instance_id, instance, hostname, pid, holder, ttl, acquired_at, renewed_at, expires_at
-    )
-    SELECT %(name)s, 1, me.id, %(instance)s, %(hostname)s, %(pid)s::int, %(holder)s::text, %(ttl)s::interval,
-           clock_timestamp(), clock_timestamp(), clock_timestamp() + %(ttl)s::interval
-    FROM me
-    WHERE NOT EXISTS (SELECT FROM known)
-    ON CONFLICT (name) DO NOTHING
-    RETURNING token
-), free AS MATERIALIZED (
-    SELECT l.name
-    FROM me, {{schema}}.service_locks AS l
-    WHERE l.name = %(name)s
-      AND {FREE}
-      AND NOT EXISTS (SELECT FROM {{schema}}.lock_waiters AS w WHERE w.name = l.name)
-    FOR UPDATE OF l SKIP LOCKED
-), taken AS (
-    UPDATE {{schema}}.service_locks AS l
-    SET token = l.token + 1, {HOLDER}
-    FROM free AS f
-    WHERE l.name = f.name
-    RETURNING l.token
-)
-SELECT token FROM made
-UNION ALL
-SELECT token FROM taken
-"""
-
-WAIT = f"""
-WITH me AS MATERIALIZED (
-    {ALIVE}
-)
-INSERT INTO {{schema}}.lock_waiters (name, instance_id, holder, ttl, held)
-SELECT %(name)s, me.id, %(holder)s::text, %(ttl)s::interval, %(held)s::text[] FROM me
-RETURNING id
-"""
-
-
-def pass_on(which: str, to_nobody: str = "NULL") -> str:
-    """Return the statement that passes these locks on, each to whoever waits longest for it, or to nobody.
-
-    `to_nobody` is computed for the latter.
-    """
-    return f"""
-WITH open AS MATERIALIZED (
-    SELECT l.name
-    FROM {{schema}}.service_locks AS l
-    WHERE {which}
-    ORDER BY l.name
-    FOR UPDATE SKIP LOCKED
-), next AS MATERIALIZED (
-    SELECT o.name, n.id, n.instance_id, n.instance, n.hostname, n.pid, n.holder, n.ttl
-    FROM open AS o
-    LEFT JOIN LATERAL (
-        SELECT w.id, w.instance_id, i.name AS instance, i.hostname, i.pid, w.holder, w.ttl
-        FROM {{schema}}.lock_waiters AS w
-        JOIN {{schema}}.instances AS i ON i.id = w.instance_id AND i.state <> 'gone'
-        WHERE w.name = o.name
-        ORDER BY w.id
-        LIMIT 1
-        FOR UPDATE OF w SKIP LOCKED
-        FOR KEY SHARE OF i SKIP LOCKED
-    ) AS n ON true
-), passed AS (
-    UPDATE {{schema}}.service_locks AS l
-    SET token = l.token + CASE WHEN n.id IS NULL THEN 0 ELSE 1 END,
-        instance_id = n.instance_id, instance = n.instance, hostname = n.hostname, pid = n.pid, holder = n.holder,
-        ttl = n.ttl, waiter = n.id, acquired_at = clock_timestamp(), renewed_at = clock_timestamp(),
-        expires_at = clock_timestamp() + n.ttl
-    FROM next AS n
-    WHERE l.name = n.name
-    RETURNING l.name, l.token, l.instance_id, l.waiter
-), served AS (
-    DELETE FROM {{schema}}.lock_waiters WHERE id IN (SELECT waiter FROM passed)
-)
-SELECT name, token, instance_id, waiter,
-       CASE WHEN waiter IS NOT NULL
-            THEN pg_notify('{{channel}}', format('granted:%%s:%%s:%%s', instance_id, waiter, token))::text
-            ELSE {to_nobody} END
-FROM passed
-"""
-
-
-OURS = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id = %(me)s"
-# Released to nobody, no token has moved, and nobody waits for the disk: if the server crashes before it is written, the
-# lock is free after its `ttl`.
-RELEASE = pass_on(OURS, to_nobody="set_config('synchronous_commit', 'off', true)")
-PASS_ON_FREE = pass_on(f"l.name = ANY (%(names)s::text[]) AND {FREE}")
-PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])")
-
-# For a lock whose row somebody guards by: the token stays, so it waits for nobody. Passed on when that has ended.
-LET_GO = f"UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS}"
-
-# What those who wait here look for: were they let in, and nobody told? Is what they wait for free?
-GRANTED = """
-SELECT waiter, token
-FROM {schema}.service_locks
-WHERE instance_id = %(me)s AND waiter = ANY (%(waiters)s::int8[])
-"""
-
-# Who gives up, and may have been let in this very moment.
-STOP_WAITING = "DELETE FROM {schema}.lock_waiters WHERE id = %(waiter)s"
-FORGET_WAITERS = "DELETE FROM {schema}.lock_waiters WHERE instance_id = ANY (%(dead)s::int[])"
-
-RENEW = """
-UPDATE {schema}.service_locks AS l
-SET renewed_at = clock_timestamp(), expires_at = clock_timestamp() + l.ttl
-FROM unnest(%(names)s::text[], %(tokens)s::int8[]) AS h (name, token)
-WHERE l.name = h.name AND l.token = h.token AND l.instance_id = %(me)s
-RETURNING l.name, l.token
-"""
-
-GUARD = """
-SELECT name
-FROM {schema}.service_locks
-WHERE name = %(name)s AND token = %(token)s AND instance_id = %(me)s
-FOR KEY SHARE
-"""
-
-WHO_HAS = "SELECT instance, holder, acquired_at FROM {schema}.service_locks WHERE name = %(name)s"
-
-# Does one whom I wait for wait for me? From those who hold what I want, to those who hold what they want, and so on.
-# The last one to come gives way, so that not all of a circle do.
-CIRCLE = """
-WITH RECURSIVE chain AS (
-    SELECT w.id, w.name, ARRAY[w.id] AS ids, ARRAY[%(name)s::text, w.name] AS names
-    FROM {schema}.lock_waiters AS w
-    WHERE %(name)s = ANY (w.held)
-    UNION ALL
-    SELECT w.id, w.name, c.ids || w.id, c.names || w.name
-    FROM chain AS c
-    JOIN {schema}.lock_waiters AS w ON c.name = ANY (w.held)
-    WHERE w.id <> ALL (c.ids)
-)
-SELECT names
-FROM chain
-WHERE name = ANY (%(held)s::text[]) AND %(waiter)s >= ALL (ids)
-LIMIT 1
-"""
 
 
 class Held:
