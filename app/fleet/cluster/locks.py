@@ -33,8 +33,8 @@ blocks the event loop keeps its lock. An instance that holds none asks nothing.
     server crashes right after its release
 
 No statement here waits for a row that somebody has locked, the operator's excepted: it may be a guarded transaction of
-the caller's own. What had to be skipped, and what no notification told, is seen by `LOOK`, soon at first and then ever
-more rarely.
+the caller's own. What had to be skipped, and what no notification told, is seen by who waits: they look, soon at first
+and then ever more rarely.
 
 Lock order: locks by name, then those who wait, then their instances; the last two are skipped where they are taken.
 
