@@ -12,7 +12,7 @@
     streams      events written, and seen by clients elsewhere; 2,000 clients of two            ≥ 20,000/s; p50 ≤ 8 ms;
                  instances following 200 runs; memory of a client                              p99 ≤ 250 ms; ≤ 60 KB
     locks        a lock that nobody else wants, one that a hundred want on three instances,    p50 ≤ 2 ms; p99 ≤ 20 ms;
-                 and a thousand held by one                                                    one renewal a beat
+                 and a thousand held by one; a singleton whose instance is killed, or leaves   one renewal a beat
     limits       1,000 permits a second for three instances together; what it costs            ± 1 %, ≤ 50 statements/s
     idle         statements per second of 1, 5 and 20 instances without work                   ≤ 2 follower, ≤ 10 leader
     takeover     SIGKILL of an instance until it is declared gone, and until another leads     p99 ≤ 500 ms

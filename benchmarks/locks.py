@@ -5,16 +5,20 @@ Uncontended: `async with lock(…)` with nothing in it, again and again, from on
 Contended: a hundred runs on three instances take the same lock again and again. A hand-over is from the moment before
 one lets go until the next one's body begins, wherever that is; the monotonic clock is one for all processes. Fairness
 is how many others have had the lock between two turns of the same one: 99, if everyone is let in as they came.
+
+Singletons: from the signal to the instance that runs one until it begins on another, when it is killed and when it is
+asked to leave.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.conditions import instances
+from benchmarks.conditions import ACTIONS, instances
+from benchmarks.marks import Marks
 from benchmarks.report import distribution, percentile, verdict
-from tests.support.fleet import Ship
+from tests.support.fleet import Fleet, Ship
 
 INSTANCES = 3
 SAMPLES = 1000
@@ -24,12 +28,16 @@ MANY = 1000
 WATCHED = 10.0
 MEDIAN_ALONE = 2
 P99_CONTENDED = 20
+ENDS = 20
+P99_TAKEN_OVER = 500
+P99_HANDED_OVER = 1000
+WITH_BEACON = f"{ACTIONS},benchmarks.beacon"
 RENEWED, BEATEN = "SET renewed_at = clock_timestamp()", "SET heartbeat_at = clock_timestamp(), state"
 
 
 def run(*, short: bool) -> None:
-    samples, contenders, turns, many, watched = (
-        (20, 6, 3, 20, 2.0) if short else (SAMPLES, CONTENDERS, TURNS, MANY, WATCHED)
+    samples, contenders, turns, many, watched, ends = (
+        (20, 6, 3, 20, 2.0, 1) if short else (SAMPLES, CONTENDERS, TURNS, MANY, WATCHED, ENDS)
     )
     with instances(INSTANCES) as (_, _, ships):
         print(distribution("uncontended, taken and released", alone(ships[0], samples), median_ms=MEDIAN_ALONE))
@@ -52,6 +60,24 @@ def run(*, short: bool) -> None:
     renewals, beats = log.count(RENEWED), log.count(BEATEN)
     one = verdict(abs(renewals - beats) <= 1)
     print(f"{many:,} locks held: {renewals} renewals at {beats} heartbeats   one statement per heartbeat: {one}")
+
+    with Marks() as marks, instances(INSTANCES, **marks.env, FLOTILLA_ACTIONS=WITH_BEACON) as (_, fleet, ships):
+        killed = [seconds_to_move(marks, fleet, ships, Ship.kill) for _ in range(ends)]
+        left = [seconds_to_move(marks, fleet, ships, Ship.terminate) for _ in range(ends)]
+    print(distribution("a singleton's instance is killed", killed, bound_ms=P99_TAKEN_OVER))
+    print(distribution("a singleton's instance is to leave", left, bound_ms=P99_HANDED_OVER))
+
+
+def seconds_to_move(marks: Marks, fleet: Fleet, ships: list[Ship], end: Callable[[Ship], None]) -> float:
+    """End the instance that runs it, wait until it begins elsewhere, and replace the one that is gone."""
+    running = marks.wait(lambda mark: mark.pid in {ship.pid for ship in ships})
+    owner = next(ship for ship in ships if ship.pid == running.pid)
+    began = time.monotonic_ns()
+    end(owner)
+    moved = marks.wait(lambda mark: mark.run > running.run)
+    ships.remove(owner)
+    ships.append(fleet.launch().wait_ready())
+    return (moved.monotonic - began) / 1e9
 
 
 def alone(ship: Ship, samples: int) -> list[float]:

@@ -36,9 +36,13 @@ class Mark:
 
 def leave(run: Run) -> None:
     """Called by an action, before anything else."""
+    leave_number(run.id, run.scheduled_for.timestamp() if run.scheduled_for else "")
+
+
+def leave_number(number: int, slot: float | str = "") -> None:
+    """Likewise by a singleton, with its token for a number."""
     monotonic, wall = time.monotonic_ns(), time.time()
-    slot = run.scheduled_for.timestamp() if run.scheduled_for else ""
-    os.write(opened(os.environ[WHERE]), f"{run.id} {os.getpid()} {monotonic} {wall:.6f} {slot}\n".encode())
+    os.write(opened(os.environ[WHERE]), f"{number} {os.getpid()} {monotonic} {wall:.6f} {slot}\n".encode())
 
 
 @lru_cache

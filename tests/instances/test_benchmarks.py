@@ -23,7 +23,12 @@ FIGURES = {
         "memory of an idle client",
         "complete and in order for each client: kept",
     ),
-    "locks": ("uncontended, taken and released", "handed over", "one statement per heartbeat"),
+    "locks": (
+        "uncontended, taken and released",
+        "handed over",
+        "one statement per heartbeat",
+        "a singleton's instance is killed",
+    ),
     "limits": ("who ask", "≤ 1%", "≤ 50", "share of each"),
     "idle": ("a follower/s", "each follower ≤ 2"),
     "takeover": ("SIGKILL of the leader → a new leader",),

@@ -1,0 +1,12 @@
+"""A singleton that says when it begins, and goes on until it is ended (`benchmarks/locks.py`)."""
+
+import asyncio
+
+from app.fleet import Held, singleton
+from benchmarks import marks
+
+
+@singleton("beacon")
+async def beacon(turn: Held) -> None:
+    marks.leave_number(turn.token)
+    await asyncio.sleep(3600)
