@@ -198,6 +198,19 @@ async def test_what_no_notification_told_is_found_by_looking(here: Desk) -> None
     assert await asyncio.wait_for(deaf, 20) == 2
 
 
+async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: Desk) -> None:
+    """Let in while its link was broken, and passed over when its `ttl` was over: its place in the queue is gone."""
+    over = asyncio.Event()
+    over.set()
+    async with lock("x"):
+        passed_over = at(here, lambda: hold("x", over))
+        await waiting(here, 1)
+        await here.sql("DELETE FROM lock_waiters")
+        locks_of(here)._look_now()
+        await waiting(here, 1)
+    assert await asyncio.wait_for(passed_over, 20) == 2
+
+
 # -- circles ----------------------------------------------------------------------------------------------------------
 
 

@@ -127,11 +127,16 @@ PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])")
 # For a lock whose row somebody guards by: the token stays, so it waits for nobody. Passed on when that has ended.
 LET_GO = f"UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS}"
 
-# What those who wait here look for: were they let in, and nobody told? Is what they wait for free?
-GRANTED = """
+# How it stands with those who wait here, in one moment: let in, with a token; or in the queue. Who is in no row of the
+# answer was let in, did not hear of it, and let its `ttl` pass.
+STANDING = """
 SELECT waiter, token
 FROM {schema}.service_locks
 WHERE instance_id = %(me)s AND waiter = ANY (%(waiters)s::int8[])
+UNION ALL
+SELECT id, NULL
+FROM {schema}.lock_waiters
+WHERE id = ANY (%(waiters)s::int8[])
 """
 
 # Who gives up, and may have been let in this very moment.

@@ -57,13 +57,13 @@ from app.fleet.cluster.link import clock
 from app.fleet.cluster.lock_rows import (
     CIRCLE,
     FORGET_WAITERS,
-    GRANTED,
     GUARD,
     LET_GO,
     PASS_ON_FREE,
     PASS_ON_OF_DEAD,
     RELEASE,
     RENEW,
+    STANDING,
     STOP_WAITING,
     TAKE,
     WAIT,
@@ -171,7 +171,7 @@ class Waiting:
     def __init__(self, identifier: int, wanted: Wanted) -> None:
         self.id = identifier
         self.wanted = wanted
-        # The token; nothing if it was this instance's identity that waited, and that is lost.
+        # The token; nothing if its place is lost, and it is to wait anew.
         self.granted: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self.look_at = 0.0
         self.looks = 0
@@ -383,7 +383,7 @@ class Locks(Service):
         with suppress(psycopg.Error, DatabaseError):
             if await self._fetch(STOP_WAITING + " RETURNING id", {"waiter": waiting.id}):
                 return
-            for _, token in await self._fetch(GRANTED, {"me": me.id, "waiters": [waiting.id]}):
+            for _, token in await self._fetch(STANDING, {"me": me.id, "waiters": [waiting.id]}):
                 await self._release(Held(self, me, waiting.wanted.name, token, 0.0, 0.0))
 
     async def _who_has(self, name: str, wait: float | None) -> str:
@@ -417,9 +417,11 @@ class Locks(Service):
             return
         names = sorted({each.wanted.name for each in due})
         await self._fetch(PASS_ON_FREE, {"names": names})
-        for waiter, token in await self._fetch(GRANTED, {"me": me.id, "waiters": [each.id for each in due]}):
-            if waiting := self._waiting.get(waiter):
-                waiting.grant(token)
+        standing = dict(await self._fetch(STANDING, {"me": me.id, "waiters": [each.id for each in due]}))
+        for each in due:
+            token = standing.get(each.id)
+            if token is not None or each.id not in standing:
+                each.grant(token)
         for each in due:
             if each.wanted.held and not each.granted.done():
                 await self._look_for_circle(each)
