@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fleet as fleets
 from tests.support.fleet import Fleet
 from tests.support.postgres import Postgres, server
+from tests.support.slipway import Slipway
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,6 +32,15 @@ def clean_environment() -> Iterator[None]:
         for settings in (FleetSettings, Settings):
             patch.setitem(settings.model_config, "env_file", None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def slipway() -> Iterator[None]:
+    """Whatever instance a test starts comes off it, if it can."""
+    fleets.slipway = Slipway()
+    yield
+    fleets.slipway.close()
+    fleets.slipway = None
 
 
 @pytest.fixture

@@ -8,21 +8,31 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self, TypeAlias
 
 import httpx
 
 from tests.support.postgres import eventually, free_port
+from tests.support.slipway import Launched, Slipway
 
 ROOT = Path(__file__).resolve().parents[2]
 Mode = Literal["serve", "uvicorn", "workers"]
+# Who may vouch for a server: nobody, and nobody is asked. Else each client would read all the certificates of the
+# machine first, which takes 40 ms.
+NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 # Short, so that tests are; the order of the steps is the same.
 QUICK = {"FLOTILLA_DRAIN_DELAY": "0.3", "FLOTILLA_DRAIN_TIMEOUT": "5", "FLOTILLA_PAUSE_TIMEOUT": "2"}
+
+
+Process: TypeAlias = "subprocess.Popen[bytes] | Launched"
+# Tests launch from it. Benchmarks, where an instance is to be just what a user starts, have none.
+slipway: Slipway | None = None
 
 
 class Ship:
@@ -42,20 +52,12 @@ class Ship:
         self.log = log
         self.mode = mode
         self._workers = workers
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=30, verify=NOBODY)
         if mode == "workers":
             # uvicorn's own parent process leaves its listening socket to the garbage collector.
             env = {"PYTHONWARNINGS": "error,ignore::ResourceWarning", **env}
         with log.open("wb") as target:
-            self.process = subprocess.Popen(
-                self._command(mode),
-                cwd=ROOT,
-                env=environment(address, env),
-                stdin=subprocess.DEVNULL,
-                stdout=target,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process = start(self._command(mode), environment(address, env), target, plain=Slipway.can_launch(env))
 
     @property
     def pid(self) -> int:
@@ -68,7 +70,7 @@ class Ship:
     def status(self, path: str = "/health/ready", timeout: float = 5) -> int | None:
         """The status of a request on a connection of its own; None if there was no answer."""
         try:
-            return httpx.get(self.url + path, timeout=timeout).status_code
+            return httpx.get(self.url + path, timeout=timeout, verify=NOBODY).status_code
         except httpx.TransportError:
             return None
 
@@ -195,6 +197,23 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         for ship in self.ships:
             ship.end()
+
+
+def start(command: Sequence[str], env: Mapping[str, str], log: IO[bytes], *, plain: bool) -> Process:
+    """Start a process: from the slipway, if there is one and it can."""
+    if slipway is not None and plain and command[:2] == [sys.executable, "-m"] and "--workers" not in command:
+        module = "uvicorn.main" if command[2] == "uvicorn" else command[2]
+        with Path(os.devnull).open() as nothing:
+            return slipway.launch(module, command[3:], env, ROOT, (nothing.fileno(), log.fileno(), log.fileno()))
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def environment(address: str | None, env: Mapping[str, str]) -> dict[str, str]:

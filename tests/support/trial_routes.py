@@ -17,6 +17,7 @@ from sqlalchemy import text
 
 from app import routes
 from app.fleet import breaker, limit, once
+from app.fleet.cli import main
 from app.fleet.http import edge
 from app.fleet.http.context import InContext
 
@@ -114,6 +115,4 @@ async def tidy(context: InContext) -> None:
 routes.router.include_router(router)
 
 if __name__ == "__main__":
-    from app.fleet.cli import main
-
     main()
