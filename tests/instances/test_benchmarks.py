@@ -53,7 +53,7 @@ def printed() -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_benchmark_prints_its_figures(printed: str, name: str) -> None:
     own = printed.partition(f"== {name} ")[2].partition("\n== ")[0]
@@ -62,12 +62,12 @@ def test_a_benchmark_prints_its_figures(printed: str, name: str) -> None:
         assert figure in own
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_there_is_no_benchmark_without_a_test(printed: str) -> None:
     assert {line.split()[1] for line in printed.splitlines() if line.startswith("== ")} == set(FIGURES)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_peers_are_measured_beside_us(printed: str) -> None:
     if not peers.installed():
         pytest.skip("the peers are not installed: only `make bench` needs them, and installs them")

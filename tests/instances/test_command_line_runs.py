@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -107,6 +108,20 @@ def process(harbour: Harbour, *arguments: str, **env: str) -> "subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def rest_of(command: "subprocess.Popen[str]", within: float = 120) -> tuple[str, str]:
+    """What it still says until it ends. `communicate` would leave out what was read ahead of the lines read before."""
+    assert command.stdout is not None
+    assert command.stderr is not None
+    hangs = threading.Timer(within, command.kill)
+    hangs.start()
+    try:
+        said = command.stdout.read(), command.stderr.read()
+        command.wait()
+    finally:
+        hangs.cancel()
+    return said
 
 
 def state_of(flotilla: CommandLine, run_id: int) -> str:
@@ -300,7 +315,7 @@ def test_ctrl_c_stops_following_and_not_the_run(flotilla: CommandLine, harbour: 
         assert command.stdout is not None
         run_id = json.loads(command.stdout.readline())["run"]
         command.send_signal(signal.SIGINT)
-        _, err = command.communicate(timeout=30)
+        _, err = rest_of(command)
     assert command.returncode == 130
     assert f"stopped following; run {run_id} goes on" in err
     assert f"runs {run_id} --follow" in err
@@ -323,7 +338,7 @@ def test_following_goes_on_when_the_database_was_away(own_postgres: Postgres, tm
             assert command.stderr is not None
             warned = command.stderr.readline()
             own_postgres.start_again()
-            out, err = command.communicate(timeout=90)
+            out, err = rest_of(command)
     assert "Waiting for it" in warned
     assert command.returncode == 0, err
     told = [json.loads(line) for line in [*lines, *out.splitlines()]]
@@ -342,7 +357,7 @@ def test_following_goes_on_when_the_run_moves_to_another_instance(fleet: Fleet) 
         while "running on" not in line:
             line = command.stdout.readline()
         (east if "running on east" in line else west).kill()
-        out, err = command.communicate(timeout=60)
+        out, err = rest_of(command)
     assert command.returncode == 0, err
     assert f"running on {'west' if 'running on east' in line else 'east'}, attempt 2 of 4" in out
 

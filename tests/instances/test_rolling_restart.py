@@ -128,7 +128,6 @@ def back_in_rotation(entry: str, ship: Ship) -> None:
     eventually(served)
 
 
-@pytest.mark.timeout(240)
 def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
     fleet: Fleet, entry: str, ports: list[int]
 ) -> None:
@@ -139,7 +138,6 @@ def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
     assert not [line for ship in fleet.ships for line in ship.errors()]
 
 
-@pytest.mark.timeout(240)
 def test_without_the_drain_delay_the_same_restarts_do_fail_requests(fleet: Fleet, entry: str, ports: list[int]) -> None:
     load = restart_each_three_times(fleet, entry, ports, drain_delay="0")
 

@@ -202,9 +202,8 @@ class Fleet:
 def start(command: Sequence[str], env: Mapping[str, str], log: IO[bytes], *, plain: bool) -> Process:
     """Start a process: from the slipway, if there is one and it can."""
     if slipway is not None and plain and command[:2] == [sys.executable, "-m"] and "--workers" not in command:
-        module = "uvicorn.main" if command[2] == "uvicorn" else command[2]
         with Path(os.devnull).open() as nothing:
-            return slipway.launch(module, command[3:], env, ROOT, (nothing.fileno(), log.fileno(), log.fileno()))
+            return slipway.launch(command[2], command[3:], env, ROOT, (nothing.fileno(), log.fileno(), log.fileno()))
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -227,13 +226,16 @@ def environment(address: str | None, env: Mapping[str, str]) -> dict[str, str]:
 
 def run(*arguments: str, address: str | None = None, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Any:
     """Run the command line once and return what came of it."""
+    full = environment(address, env or {}) | {"PYTHONPATH": str(ROOT)}
+    if slipway is not None and Slipway.can_launch(env or {}):
+        return slipway.run("app", arguments, full, cwd, timeout=300)
     return subprocess.run(
         [sys.executable, "-m", "app", *arguments],
         cwd=cwd,
-        env=environment(address, env or {}) | {"PYTHONPATH": str(ROOT)},
+        env=full,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -10,7 +10,7 @@ answers are its id, and when it has ended, how. When the slipway ends, as it doe
 launched is killed.
 
     slipway = Slipway()
-    process = slipway.launch("app.fleet.cli", ["serve"], env, cwd, stdin, stdout, stderr)
+    process = slipway.launch("app", ["serve"], env, cwd, (stdin, stdout, stderr))      # as `python -m app serve`
 
 Not for a process whose interpreter is to be started differently (`PYTHONPATH`, `LD_PRELOAD`): `can_launch` says so.
 """
@@ -20,6 +20,7 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import select
 import selectors
 import signal
@@ -113,13 +114,31 @@ class Slipway:
     def launch(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, streams: tuple[int, int, int]
     ) -> Launched:
-        """Run a module's `main()` with these arguments, this environment and these standard streams."""
+        """Run a module as `python -m` does, with this environment and these standard streams."""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._address)
         request = {"module": module, "arguments": list(arguments), "env": dict(env), "cwd": str(cwd)}
         socket.send_fds(connection, [json.dumps(request).encode()], streams)
         connection.shutdown(socket.SHUT_WR)
         return Launched(connection, [module, *arguments])
+
+    def run(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, timeout: float
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run one to its end, and return what it said."""
+        with (
+            Path(os.devnull).open() as nothing,
+            tempfile.TemporaryFile("w+") as out,
+            tempfile.TemporaryFile("w+") as err,
+        ):
+            process = self.launch(module, arguments, env, cwd, (nothing.fileno(), out.fileno(), err.fileno()))
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.kill(process.pid, signal.SIGKILL)
+                raise
+            said = [stream.read() for stream in (out, err) if stream.seek(0) == 0]
+        return subprocess.CompletedProcess(process.args, code, *said)
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
@@ -215,8 +234,8 @@ def become(job: Job, descriptors: Sequence[int]) -> Job:
 def main() -> None:
     job = serve(sys.argv[1])
     if job is not None:
-        sys.argv = [job.module, *job.arguments]
-        importlib.import_module(job.module).main()
+        sys.argv[1:] = job.arguments
+        runpy.run_module(job.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
