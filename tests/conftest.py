@@ -63,9 +63,10 @@ def own_postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture
-def address(postgres: Postgres) -> Iterator[str]:
-    """A database nobody else uses."""
-    own = postgres.new_database()
+def address(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[str]:
+    """A database nobody else uses. Its tables are there, unless the test is marked `empty_database`."""
+    empty = request.node.get_closest_marker("empty_database") is not None
+    own = postgres.new_database() if empty else postgres.new_migrated_database()
     yield own
     postgres.drop(own)
 

@@ -118,6 +118,7 @@ def test_down_waits_for_a_frozen_instance_until_it_is_declared_gone(fleet: Fleet
     assert f"{name}: gone" in down.stdout
 
 
+@pytest.mark.empty_database
 def test_migrate_and_doctor_say_what_they_found(address: str) -> None:
     assert "migrated" in run("migrate", address=address).stdout
     assert "current already" in run("migrate", address=address).stdout
@@ -215,12 +216,14 @@ def test_a_read_only_database(own_postgres: Postgres) -> None:
     refused_start(own_postgres.address_of(), "is read-only")
 
 
+@pytest.mark.empty_database
 def test_somebody_elses_schema(address: str, postgres: Postgres) -> None:
     with postgres.session(address.rpartition("/")[2]) as session:
         session.execute("CREATE SCHEMA flotilla CREATE TABLE customers (id int)")
     refused_start(address, "is not Flotilla's", "FLOTILLA_NAMESPACE")
 
 
+@pytest.mark.empty_database
 def test_missing_migrations_that_it_may_not_run(address: str) -> None:
     refused_start(address, "run `flotilla migrate`", FLOTILLA_MIGRATE_ON_START="false", FLOTILLA_MIGRATE_WAIT="0")
 
@@ -241,6 +244,7 @@ def test_an_invalid_name(address: str) -> None:
     refused_start(address, "'No Name' is not a valid name", FLOTILLA_INSTANCE_NAME="No Name")
 
 
+@pytest.mark.empty_database
 def test_a_taken_port_is_refused_before_the_instance_joins(address: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -221,6 +221,7 @@ def test_a_second_run_of_an_action_that_allows_one_is_refused_and_names_the_firs
     flotilla("runs", "cancel", str(first["id"]))
 
 
+@pytest.mark.empty_database
 @pytest.mark.parametrize("command", [["actions"], ["runs"], ["runs", "1"], ["trigger", "noop"]])
 def test_without_the_namespace_or_the_database_it_says_what_to_do(
     flotilla: CommandLine, address: str, command: list[str]
@@ -233,6 +234,7 @@ def test_without_the_namespace_or_the_database_it_says_what_to_do(
     assert "cannot connect to PostgreSQL" in away.err
 
 
+@pytest.mark.empty_database
 def test_a_schema_that_is_older_than_the_command_is_to_be_migrated_first(flotilla: CommandLine, address: str) -> None:
     assert run("migrate", address=address).returncode == 0
     with psycopg.connect(address) as session:

@@ -2,10 +2,13 @@
 
 import uuid
 
+import pytest
+
 from tests.support.fleet import Fleet, by_name, run
 from tests.support.postgres import Postgres, eventually
 
 
+@pytest.mark.empty_database
 def test_twenty_started_at_once_get_twenty_names_one_leader_and_migrate_once(fleet: Fleet) -> None:
     ships = fleet.start(20, FLOTILLA_POOL_MIN="1", FLOTILLA_POOL_MAX="4")
     eventually(lambda: ships[0].instances()["leader"])

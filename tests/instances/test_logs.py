@@ -9,6 +9,7 @@ from tests.support.fleet import Fleet, Mode
 from tests.support.postgres import eventually
 
 
+@pytest.mark.empty_database
 @pytest.mark.parametrize("mode", ["serve", "uvicorn"])
 def test_in_production_every_line_is_json_with_namespace_instance_and_request(fleet: Fleet, mode: Mode) -> None:
     key = "ops:admin:" + "0" * 64

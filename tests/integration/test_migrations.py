@@ -15,6 +15,7 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.errors import SchemaForeign, SchemaOutdated
 from tests.support.postgres import eventually
 
+pytestmark = pytest.mark.empty_database
 POSTGRES_VERSIONS = (18, 16)
 NAMESPACE = Namespace("red-sea")
 

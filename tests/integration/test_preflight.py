@@ -148,6 +148,7 @@ async def test_the_doctor_and_the_anomalies_say_when_the_living_could_open_more_
         assert anomaly["since"]
 
 
+@pytest.mark.empty_database
 def test_the_doctor_says_when_migrations_are_missing_and_nobody_will_run_them(address: str) -> None:
     assert findings(address, migrate_on_start=False)["schema"] is Level.PROBLEM
     assert findings(address, migrate_on_start=True)["schema"] is Level.OK

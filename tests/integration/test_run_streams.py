@@ -403,6 +403,7 @@ async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: 
     assert [event.kind for event in await told(here, run.id)] == ["state", "state", "still-here", "state"]
 
 
+@pytest.mark.empty_database
 async def test_events_of_runs_from_before_states_were_events_keep_their_order(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from app.fleet.db.embedded import Server
+from app.fleet.db.migrations import migrate
+from app.fleet.db.namespace import Namespace
 
 Answer = TypeVar("Answer")
 
@@ -58,6 +60,7 @@ class Postgres(Server):
     def __init__(self, home: Path, *, version: int = 18) -> None:
         super().__init__(home, version=version)
         self.port = free_port()
+        self._migrated: str | None = None
 
     def up(self, configuration: str = "") -> None:
         self.create(CONFIGURATION + configuration)
@@ -74,12 +77,20 @@ class Postgres(Server):
         with psycopg.connect(self.address_of(database), autocommit=True) as connection:
             yield connection
 
-    def new_database(self) -> str:
+    def new_database(self, *, like: str = "template1") -> str:
         """Make a database nobody else uses, and return its address."""
         name = f"t_{secrets.token_hex(6)}"
         with self.session() as session:
-            session.execute(f'CREATE DATABASE "{name}"')
+            session.execute(f'CREATE DATABASE "{name}" TEMPLATE "{like}"')
         return self.address_of(name)
+
+    def new_migrated_database(self) -> str:
+        """Make one whose namespace has its tables already: they are copied, which takes a tenth of making them."""
+        if self._migrated is None:
+            address = self.new_database()
+            migrate(address, Namespace("flotilla"))
+            self._migrated = address.rpartition("/")[2]
+        return self.new_database(like=self._migrated)
 
     def drop(self, address: str) -> None:
         name = address.rpartition("/")[2]

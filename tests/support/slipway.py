@@ -177,6 +177,7 @@ def serve(address: str) -> Job | None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
+                listener.close()
                 return None
             if key.fileobj is listener:
                 connection, _ = listener.accept()
@@ -228,6 +229,7 @@ def become(job: Job, descriptors: Sequence[int]) -> Job:
     os.chdir(job.cwd)
     os.environ.clear()
     os.environ.update(job.env)
+    sys.path[0] = job.cwd
     return job
 
 
