@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 BENCH_STAMP := .venv/.bench-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test check bench image-test lock tools clean
+.PHONY: help setup up down test check bench chaos image-test lock tools clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ bench: $(BENCH_STAMP)  ## Measure everything that has a figure, beside the peers
 $(BENCH_STAMP): requirements-bench.lock $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-bench.lock
 	@touch $(BENCH_STAMP)
+
+chaos: setup  ## Kill, freeze and cut off the holders of a lock ten thousand turns long, and judge by the effects
+	$(BIN)/python -m tests.chaos
 
 image-test: setup  ## Build the Dockerfile for real, without a container engine, and serve from the result (root)
 	scripts/image-test

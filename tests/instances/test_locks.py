@@ -1,6 +1,5 @@
 """Locks between real processes: whoever is killed, frozen or cut off, effects stay in the order of their tokens."""
 
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,15 +7,15 @@ import httpx
 import psycopg
 import pytest
 
+from tests.chaos.exclusion import CONFIGURATION, strike
 from tests.support.fleet import Fleet, Ship, by_name, run
-from tests.support.postgres import Postgres, eventually
+from tests.support.postgres import eventually, server
 from tests.support.trial_actions import EFFECTS
 
 ACTIONS = {"FLOTILLA_ACTIONS": "tests.support.trial_actions"}
 WITH_BEACON = {"FLOTILLA_ACTIONS": "tests.support.trial_actions,tests.support.trial_singletons"}
 NUMBERED_EFFECTS = f"{EFFECTS}; ALTER TABLE public.effects ADD COLUMN n bigserial"
 ROUNDS = 300
-STRIKERS = 6
 
 
 @pytest.fixture
@@ -105,44 +104,17 @@ def test_a_singleton_runs_on_one_instance_and_moves_on_when_that_one_leaves_or_d
     assert len(set(by_token.values())) == 3, "each on another instance"
 
 
-def test_effects_stay_in_the_order_of_their_tokens_whatever_becomes_of_the_holders(
-    own_postgres: Postgres, tmp_path: Path
-) -> None:
-    """Six strike again and again, on three instances that are killed, frozen, cut off; and the database restarts."""
-    address = own_postgres.address_of()
-    chance = random.Random(5)
-    with psycopg.connect(address, autocommit=True) as session:
-        session.execute(NUMBERED_EFFECTS)
-    with Fleet(address, tmp_path, **ACTIONS) as fleet:
-        ships = fleet.start(3)
-        times = ROUNDS // STRIKERS
-        strikers = ships[0].trigger_all([{"action": "strike", "payload": {"times": times}}] * STRIKERS)
-
-        def struck(count: int) -> None:
-            eventually(lambda: len(effects(address, "struck")) >= count, within=60)
-
-        struck(20)
-        frozen = chance.choice(ships)
-        frozen.freeze()
-        struck(60)
-        frozen.thaw()
-        with psycopg.connect(address, autocommit=True) as session:
-            session.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE '%%/link/%%'"
-            )
-        struck(100)
-        victim = ships.pop()
-        victim.kill()
-        ships.append(fleet.launch().wait_ready())
-        struck(150)
-        own_postgres.stop("immediate")
-        own_postgres.start_again()
-        ends = {ships[0].wait_ready().ended(run_id, within=90)["state"] for run_id in strikers}
-    tokens = [token for token, _ in effects(address, "struck")]
-    assert ends == {"succeeded"}
-    assert len(tokens) >= ROUNDS
-    assert tokens == sorted(tokens)
-    assert len(set(tokens)) == len(tokens), "one effect for each time that the lock was held"
+def test_effects_stay_in_the_order_of_their_tokens_whatever_becomes_of_the_holders(tmp_path: Path) -> None:
+    """Six strike again and again, on three instances that are killed, frozen, cut off; and the database crashes."""
+    with server(configuration=CONFIGURATION) as postgres:
+        verdict = strike(postgres, tmp_path, rounds=ROUNDS, calm=40, seed=5)
+        with postgres.session() as session:
+            overlaps = session.execute("SELECT * FROM flotilla.lock_overlaps").fetchall()
+    assert verdict.ends == {"succeeded": 6}, verdict
+    assert verdict.acts.keys() == {"kill", "freeze", "cut", "crash"}, verdict
+    assert verdict.effects >= ROUNDS, verdict
+    assert verdict.exclusive, verdict
+    assert overlaps == []
 
 
 def test_an_operator_sees_who_holds_a_lock_and_takes_it_away(fleet: Fleet) -> None:

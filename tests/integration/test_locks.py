@@ -500,6 +500,43 @@ async def test_a_forced_release_waits_for_what_is_guarded_and_says_so_if_that_do
 # -- cost, and what cannot be -----------------------------------------------------------------------------------------
 
 
+async def anomalies(instance: Desk) -> dict[str, str]:
+    """Their kinds and subjects."""
+    view = (await instance.running.client.get("/health/instances")).json()
+    return {each["kind"]: each["subject"] for each in view["anomalies"]}
+
+
+async def test_a_lock_that_somebody_else_got_while_it_was_held_has_two_holders(here: Desk) -> None:
+    with pytest.raises(LockLost):
+        async with lock("x"):
+            # What nobody should do.
+            await here.sql("UPDATE service_locks SET token = token + 1, instance_id = 7, instance = 'flotilla-7'")
+            await asyncio.sleep(30)
+    assert await anomalies(here) == {"two_holders": "x"}
+    assert await here.sql("SELECT token, instance, other_token, other FROM lock_overlaps") == [
+        (1, "flotilla-1", 2, "flotilla-7")
+    ]
+    # The remedy, once it was looked into; and what should be done instead.
+    await here.sql("DELETE FROM lock_overlaps WHERE name = 'x'")
+    assert await anomalies(here) == {}
+    with pytest.raises(LockLost):
+        async with lock("y"):
+            released = await here.running.client.delete("/locks/y?reason=it+hangs")
+            assert released.status_code == 200
+            await asyncio.sleep(30)
+    assert await here.sql("SELECT * FROM lock_overlaps") == []
+
+
+async def test_a_lock_that_nobody_renewed_in_time_has_one_holder_after_the_other(here: Desk) -> None:
+    """Its time is over by our own clock when the next one is let in: that is how it is meant to be."""
+    with pytest.raises(LockLost):
+        async with lock("x", ttl="3s") as held:
+            held.until -= 3
+            await here.sql("UPDATE service_locks SET token = token + 1, instance_id = 7, instance = 'flotilla-7'")
+            await asyncio.sleep(30)
+    assert await here.sql("SELECT * FROM lock_overlaps") == []
+
+
 async def test_one_statement_renews_all_of_an_instances_locks(here: Desk) -> None:
     own, member = locks_of(here), here.running.context.member
     held = [await own.take(Wanted(f"x{number}", 10, None), None) for number in range(200)]

@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from app.fleet import (
     FleetError,
     GiveUp,
+    Held,
     LockLost,
     Run,
     RunFailed,
@@ -312,13 +313,23 @@ async def hold_lock(run: Run) -> str:
 
 @action("strike")
 async def strike(run: Run) -> None:
-    """Take a lock again and again, and leave a guarded effect each time; what was lost on the way is tried again."""
+    """Take a lock again and again, and leave an effect each time; what was lost on the way is tried again."""
     done = run.state or 0
+
+    async def leave(held: Held) -> None:
+        with contextlib.suppress(LockLost):
+            async with session() as transaction:
+                await transaction.execute(EFFECT, {**effect(run, "struck"), "token": held.token})
+                # Most of the time that it is held: whoever is frozen while holding it is frozen here.
+                await asyncio.sleep(run.payload.get("dwell", 0))
+                if run.payload.get("guarded", True):
+                    await held.guard(transaction)
+
     while done < run.payload["times"]:
         with contextlib.suppress(LockLost):
-            async with lock("trial", ttl="3s") as held, session() as transaction:
-                await transaction.execute(EFFECT, {**effect(run, "struck"), "token": held.token})
-                await held.guard(transaction)
+            async with lock("trial", ttl="3s") as held:
+                # As what runs in a thread: the cancellation does not reach it.
+                await asyncio.shield(leave(held))
                 done += 1
         if done % 10 == 0:
             await run.checkpoint(done)

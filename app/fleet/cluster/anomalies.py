@@ -7,6 +7,7 @@
     leader_flapping     the namespace  leadership changes hands again and again
     connection_budget   the database   the living could together open more sessions than the server allows
     lock_held_long      a lock         it has been held for longer than a lock should be (singletons' excepted)
+    two_holders         a lock         somebody was let in while its holder still acted as such: it must never happen
     run_stuck           a run          its deadline is long over, and nobody has taken it back (`engine/recovery.py`)
     once_pending        a scope        keys have been pending for too long, and their owners live (`engine/once.py`)
 
@@ -42,6 +43,7 @@ KINDS = (
     "leader_flapping",
     "connection_budget",
     "lock_held_long",
+    "two_holders",
     "run_stuck",
     "once_pending",
 )
@@ -53,6 +55,8 @@ HELD_LONG = timedelta(minutes=10)
 # So many terms of leadership in so long are too many. A rolling deploy of three instances has three.
 FLAPS = 6
 FLAPPING = timedelta(minutes=10)
+# So long an overlap is shown.
+REMEMBERED = timedelta(days=1)
 
 log = events(__name__)
 
@@ -65,6 +69,14 @@ SELECT name, instance, holder, acquired_at
 FROM {schema}.service_locks
 WHERE instance_id IS NOT NULL AND acquired_at < clock_timestamp() - %(long)s AND NOT starts_with(name, %(but)s)
 ORDER BY acquired_at
+LIMIT 100
+"""
+
+OVERLAPS = """
+SELECT DISTINCT ON (name) name, token, instance, other_token, other, found_at
+FROM {schema}.lock_overlaps
+WHERE found_at > clock_timestamp() - %(within)s
+ORDER BY name, id DESC
 LIMIT 100
 """
 
@@ -162,8 +174,9 @@ async def of_leadership(connection: Connection, namespace: Namespace, living: Se
 
 
 async def of_locks(connection: Connection, namespace: Namespace, _: Sequence[Instance]) -> Iterable[Anomaly]:
-    values = {"long": HELD_LONG, "but": RESERVED}
-    return held_long(await (await connection.execute(namespace.sql(HELD_TOO_LONG), values)).fetchall())
+    long = await connection.execute(namespace.sql(HELD_TOO_LONG), {"long": HELD_LONG, "but": RESERVED})
+    twice = await connection.execute(namespace.sql(OVERLAPS), {"within": REMEMBERED})
+    return [*held_long(await long.fetchall()), *two_holders(await twice.fetchall())]
 
 
 def apart(living: Sequence[Instance]) -> Iterator[Anomaly]:
@@ -235,4 +248,15 @@ def held_long(locks: Sequence[tuple[Any, ...]]) -> Iterator[Anomaly]:
             since,
             f"{instance} has held this lock{f' for {holder}' if holder else ''} since {since:%Y-%m-%d %H:%M:%S %Z}: "
             f"see what it is at, and if it will not end, `flotilla release {name} --reason …`",
+        )
+
+
+def two_holders(overlaps: Sequence[tuple[Any, ...]]) -> Iterator[Anomaly]:
+    for name, token, instance, other_token, other, since in overlaps:
+        yield Anomaly(
+            "two_holders",
+            name,
+            since,
+            f"{other} was let in with the token {other_token} while {instance} still acted as its holder with the "
+            f"token {token}: what is guarded by it is in order all the same; see what else both of them did",
         )

@@ -151,6 +151,20 @@ WHERE l.name = h.name AND l.token = h.token AND l.instance_id = %(me)s
 RETURNING l.name, l.token
 """
 
+# Who has these, that we do not have any more; and for how long. None that an operator took away.
+OTHERS = """
+SELECT l.name, h.token, l.token, l.instance, extract(epoch FROM clock_timestamp() - l.acquired_at)::float8
+FROM unnest(%(names)s::text[], %(tokens)s::int8[]) AS h (name, token)
+JOIN {schema}.service_locks AS l ON l.name = h.name
+WHERE l.instance_id IS NOT NULL AND (l.token <> h.token OR l.instance_id <> %(me)s)
+  AND NOT EXISTS (SELECT FROM {schema}.lock_releases AS r WHERE r.name = h.name AND r.token = h.token)
+"""
+
+NOTE_OVERLAP = """
+INSERT INTO {schema}.lock_overlaps (name, token, instance, other_token, other)
+VALUES (%(name)s, %(token)s, %(instance)s, %(other_token)s, %(other)s)
+"""
+
 GUARD = """
 SELECT name
 FROM {schema}.service_locks

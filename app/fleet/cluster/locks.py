@@ -59,6 +59,8 @@ from app.fleet.cluster.lock_rows import (
     FORGET_WAITERS,
     GUARD,
     LET_GO,
+    NOTE_OVERLAP,
+    OTHERS,
     PASS_ON_FREE,
     PASS_ON_OF_DEAD,
     RELEASE,
@@ -467,11 +469,32 @@ class Locks(Service):
         sent = clock()
         values = {"names": [held.name for held in known], "tokens": [held.token for held in known], "me": me.id}
         renewed = set(session.execute(self._sql(RENEW), values).fetchall())
+        missed = [held for held in known if (held.name, held.token) not in renewed and held.active]
         for held in known:
             if (held.name, held.token) in renewed:
                 held.until = sent + held.ttl
             else:
                 self._member.in_loop(partial(self._lose, held, "it was taken over"))
+        if missed:
+            self._compare(session, me, missed)
+
+    def _compare(self, session: Session, me: Identity, missed: Sequence[Held]) -> None:
+        """See whether somebody was let in while one of ours still acted as holder, and write it down.
+
+        That must not happen; so somebody changed the rows by hand, a clock stood still, or this file is wrong.
+        """
+        values = {"names": [held.name for held in missed], "tokens": [held.token for held in missed], "me": me.id}
+        others = session.execute(self._sql(OTHERS), values).fetchall()
+        answered = clock()
+        by_token = {(held.name, held.token): held for held in missed}
+        for name, token, other_token, other, since in others:
+            held = by_token[name, token]
+            # By our clock, they were let in at that moment or sooner.
+            if held.over or answered - since >= held.until:
+                continue
+            log.error("lock.two_holders", lock=name, token=token, other=other, other_token=other_token)
+            found = {"name": name, "token": token, "instance": me.name, "other_token": other_token, "other": other}
+            session.execute(self._sql(NOTE_OVERLAP), found)
 
     def _lose(self, held: Held, why: str) -> None:
         if self._held.pop((held.name, held.token), None) is not None:

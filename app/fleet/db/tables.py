@@ -151,6 +151,20 @@ lock_releases = Table(
     Column("released_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
 )
 
+# What must never be, and is looked for all the same: somebody was let into a lock while its holder still acted as such.
+lock_overlaps = Table(
+    "lock_overlaps",
+    metadata,
+    Column("id", BigInteger, Identity(), primary_key=True),
+    Column("name", Text, nullable=False),
+    # The holder's, and the one of whoever was let in.
+    Column("token", BigInteger, nullable=False),
+    Column("instance", Text, nullable=False),
+    Column("other_token", BigInteger, nullable=False),
+    Column("other", Text, nullable=False),
+    Column("found_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+)
+
 # What the code declared last, so that every instance schedules and limits by the same words, whatever release it runs.
 actions = Table(
     "actions",
