@@ -527,13 +527,19 @@ async def test_a_lock_that_somebody_else_got_while_it_was_held_has_two_holders(h
     assert await here.sql("SELECT * FROM lock_overlaps") == []
 
 
-async def test_a_lock_that_nobody_renewed_in_time_has_one_holder_after_the_other(here: Desk) -> None:
+async def test_a_lock_that_nobody_renewed_in_time_has_one_holder_after_the_other(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its time is over by our own clock when the next one is let in: that is how it is meant to be."""
+    # Whoever watches the clock is asleep, so that the next renewal is the first to know.
+    monkeypatch.setattr(locks, "TICK", 30.0)
     with pytest.raises(LockLost):
         async with lock("x", ttl="3s") as held:
             held.until -= 3
-            await here.sql("UPDATE service_locks SET token = token + 1, instance_id = 7, instance = 'flotilla-7'")
-            await asyncio.sleep(30)
+            await here.sql(
+                "UPDATE service_locks SET token = 2, instance_id = 7, instance = 'b', acquired_at = clock_timestamp()"
+            )
+            await asyncio.sleep(60)
     assert await here.sql("SELECT * FROM lock_overlaps") == []
 
 

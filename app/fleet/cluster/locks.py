@@ -469,6 +469,7 @@ class Locks(Service):
         sent = clock()
         values = {"names": [held.name for held in known], "tokens": [held.token for held in known], "me": me.id}
         renewed = set(session.execute(self._sql(RENEW), values).fetchall())
+        # Not one that was released meanwhile: it is over before that is sent.
         missed = [held for held in known if (held.name, held.token) not in renewed and held.active]
         for held in known:
             if (held.name, held.token) in renewed:
@@ -489,8 +490,8 @@ class Locks(Service):
         by_token = {(held.name, held.token): held for held in missed}
         for name, token, other_token, other, since in others:
             held = by_token[name, token]
-            # By our clock, they were let in at that moment or sooner.
-            if held.over or answered - since >= held.until:
+            # By our clock, they were let in at that moment or sooner; ours was over at that time, as it should be.
+            if answered - since >= held.until:
                 continue
             log.error("lock.two_holders", lock=name, token=token, other=other, other_token=other_token)
             found = {"name": name, "token": token, "instance": me.name, "other_token": other_token, "other": other}
