@@ -46,7 +46,7 @@ def printed() -> str:
         env=environment(None, {"PYTHONWARNINGS": "default"}),
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1000,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
