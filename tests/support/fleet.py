@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, Self, TypeAlias
 import httpx
 
 from tests.support.postgres import eventually, free_port
-from tests.support.slipway import Launched, Slipway
+from tests.support.slipway import Launched, Slipway, plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 Mode = Literal["serve", "uvicorn", "workers"]
@@ -217,11 +217,10 @@ def start(command: Sequence[str], env: Mapping[str, str], log: IO[bytes], *, pla
 
 def environment(address: str | None, env: Mapping[str, str]) -> dict[str, str]:
     """A clean environment: nothing of the person who runs the tests leaks in."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLOTILLA_", "DATABASE_"))}
     own = {"FLOTILLA_LOG_FORMAT": "json", "PYTHONWARNINGS": "error", **QUICK, **env}
     if address is not None:
         own["DATABASE_URL"] = address
-    return kept | own
+    return plain_environment(os.environ) | own
 
 
 def run(*arguments: str, address: str | None = None, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Any:

@@ -58,7 +58,8 @@ MODULES = (
     "uvicorn.protocols.http.httptools_impl",
     "uvloop",
 )
-OF_THE_SERVICE = ("FLOTILLA_", "DATABASE_")
+# `DESK_…` is of the example service.
+OF_THE_SERVICE = ("FLOTILLA_", "DATABASE_", "DESK_")
 LONGEST = 1 << 20
 DIE_WITH_PARENT = 1
 

@@ -23,6 +23,7 @@ import typer
 import yaml
 from dotenv import dotenv_values
 from fastapi import FastAPI
+from pydantic_settings import BaseSettings
 
 from app import fleet, main, routes
 from app.fleet.cli import app as command_line
@@ -36,6 +37,7 @@ from app.fleet.http.problems import KINDS
 from app.fleet.settings import FleetSettings, known_names
 from app.fleet.telemetry.metrics import DEFINITIONS
 from app.settings import Settings
+from examples.deal_desk import settings as deal_desk
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -91,7 +93,8 @@ def sections(page: Path) -> dict[str, str]:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+    examples = sorted((ROOT / "examples").rglob("*.md"))
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *examples]
 
 
 def links(page: Path) -> Iterator[str]:
@@ -182,6 +185,16 @@ def test_the_example_of_an_environment_has_every_setting_commented_out_with_its_
 
 def is_setting(line: str) -> bool:
     return re.match(r"# [A-Z_]+=", line) is not None
+
+
+@pytest.mark.parametrize("kind", [deal_desk.Desk, deal_desk.World])
+def test_every_setting_of_the_deal_desk_has_a_row_with_its_default_and_nothing_else_does(
+    kind: type[BaseSettings],
+) -> None:
+    prefix = kind.model_config["env_prefix"]
+    page = by_name(ROOT / "examples" / "deal_desk" / "README.md", f"`{prefix}…`")
+    described = {name: plain(row["Default"]) for name, row in page.items()}
+    assert described == {f"{prefix}{name.upper()}": shown(field.default) for name, field in kind.model_fields.items()}
 
 
 # -- actions ----------------------------------------------------------------------------------------------------------
@@ -571,7 +584,9 @@ def test_every_command_of_ours_that_is_named_exists() -> None:
 
 def modules() -> list[Path]:
     return [
-        path for folder in ("app", "tests", "alembic", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
+        path
+        for folder in ("app", "tests", "alembic", "benchmarks", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
     ]
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from app.fleet.telemetry.logs import Formatter, redact, request_id, tells_something
+from app.fleet.telemetry.logs import Formatter, events, redact, request_id, tells_something
 
 
 def record(event: str, **fields: object) -> logging.LogRecord:
@@ -44,6 +44,19 @@ def test_a_json_line_stays_one_line_with_a_traceback() -> None:
     text = Formatter(as_json=True).format(made)
     assert "\n" not in text
     assert "ValueError: first" in json.loads(text)["error"]
+
+
+@pytest.mark.parametrize("level", ["warning", "error"])
+def test_an_error_that_is_logged_brings_its_traceback(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise KeyError("deal")
+    except KeyError as error:
+        getattr(events("app.fleet.engine.executor"), level)("run.raised", run=17, error=error)
+    (made,) = caplog.records
+    line = json.loads(Formatter(as_json=True).format(made))
+    assert line["run"] == 17
+    assert line["error"].startswith("Traceback")
+    assert line["error"].endswith("KeyError: 'deal'")
 
 
 @pytest.mark.parametrize(

@@ -123,13 +123,15 @@ def say_line(text: str) -> None:
 
 
 def say_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table. On a narrow terminal the last column is cut, and the others are not."""
+    """Print a table. Its last column, such as an error, is cut where there is no room; the others fold after that."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        last = column == columns[-1]
-        table.add_column(column, no_wrap=last, overflow="ellipsis" if last else "fold")
+        # A column that may not wrap keeps its width while there is another one that may.
+        table.add_column(column, no_wrap=column != columns[-1])
     for row in rows:
-        table.add_row(*(Text(clean(cell)) for cell in row))
+        *others, last = row
+        folded = [Text(clean(cell), no_wrap=False, overflow="fold") for cell in others]
+        table.add_row(*folded, Text(clean(last), no_wrap=True, overflow="ellipsis"))
     out.print(table)
 
 

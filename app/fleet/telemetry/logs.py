@@ -46,8 +46,8 @@ class Events:
     def info(self, event: str, **fields: Any) -> None:
         self._write(logging.INFO, event, fields)
 
-    def warning(self, event: str, **fields: Any) -> None:
-        self._write(logging.WARNING, event, fields)
+    def warning(self, event: str, *, error: BaseException | None = None, **fields: Any) -> None:
+        self._write(logging.WARNING, event, fields, error)
 
     def error(self, event: str, *, error: BaseException | None = None, **fields: Any) -> None:
         self._write(logging.ERROR, event, fields, error)

@@ -1,0 +1,1 @@
+"""Services built on the template, to read and to copy from."""

@@ -1,0 +1,73 @@
+"""News: an orchestrator has each source read by a run of its own, side by side, and says what came of them.
+
+One source is slow, and one unreliable. Each run has its own retries, its own breaker and its own limit, so that neither
+holds up the others; and they run on whichever instance has room.
+
+The runs of the sources have keys with the orchestrator's run in them. An orchestrator that is killed and begins anew
+triggers them again, under the same keys, and is given the runs it had: none is read twice because of it. It waits for
+all of them with `result`, and a source that failed is a line in what it returns.
+
+Several sources name the same deal, and so do filings: each opens it, one of them does (`research.open_deal`).
+"""
+
+import asyncio
+from typing import Any
+
+from pydantic import BaseModel
+from sqlalchemy.dialects.postgresql import insert
+
+from app.fleet import Run, RunFailed, action, breaker, limit, once, result, trigger
+from examples.deal_desk.research import open_deal
+from examples.deal_desk.settings import desk
+from examples.deal_desk.tables import Headline, prepared
+from examples.deal_desk.upstreams import upstream
+
+SOURCES = ("wire", "gazette", "rumours")
+
+
+class Source(BaseModel):
+    source: str
+
+
+@action("survey-sources", every=desk.sources_every, overlap="skip", retries=0, timeout="2m")
+async def survey_sources(run: Run) -> dict[str, int | str]:
+    """Have every source read, and wait for all of them."""
+    await prepared()
+    reading = [await trigger(read_source, Source(source=each), key=f"{run.id}-{each}") for each in SOURCES]
+    outcomes = await asyncio.gather(*map(outcome, reading))
+    return dict(zip(SOURCES, outcomes, strict=True))
+
+
+async def outcome(run_id: int) -> int | str:
+    """How many headlines were new, or why nobody knows."""
+    try:
+        new: int = await result(run_id, timeout=60)
+    except RunFailed as failure:
+        return str(failure)
+    except TimeoutError:
+        return "it takes longer than a minute"
+    return new
+
+
+@action("read-source", retries=2, retry_delay="500ms", timeout="30s")
+async def read_source(run: Run[Source]) -> int:
+    """Read one source, and open the deals that it names for the first time."""
+    source = run.payload.source
+    new = 0
+    for headline in await headlines(source):
+        async with once(f"news-{source}", str(headline["number"])) as fresh:
+            if fresh:
+                values = {"source": source, "number": headline["number"], "headline": headline["headline"]}
+                row = insert(Headline).values(values).on_conflict_do_nothing().returning(Headline.number)
+                if await fresh.session.scalar(row):
+                    await open_deal(fresh.session, headline["deal"], found_in=source)
+                    new += 1
+    return new
+
+
+async def headlines(source: str) -> list[dict[str, Any]]:
+    await limit(f"news-{source}", desk.news_rate)
+    # One that fails now and then all day long is tried again, and not left alone: only one that is down is.
+    async with breaker(f"news-{source}", failures=25, within="60s", rest="5s"), upstream() as client:
+        found: list[dict[str, Any]] = (await client.get(f"/news/{source}")).json()
+    return found
