@@ -3,6 +3,7 @@
     name         what is measured                                                              the bar
     throughput   no-op runs claimed, run and durably completed by one process; bare SQL        ≥ 40,000/s
                  and the peers beside it
+    lines        the same in one line, 100 and 5,000, beside none; a long line's last quarter   ≥ 0.75 of its first
     insert       runs put in by POST /runs:batch, and by `trigger_many` in code                ≥ 20,000/s, ≥ 80,000/s
     once         keys taken and made seen, 1,000 at a time and one by one; asked for again      ≥ 50,000/s
     latency      from POST to the start of the action, on an idle cluster of three             p50 ≤ 5 ms, p99 ≤ 20 ms
@@ -34,6 +35,7 @@ from benchmarks import (
     insert,
     latency,
     limits,
+    lines,
     locks,
     once,
     outage,
@@ -50,6 +52,7 @@ from tests.support.slipway import Slipway
 
 ALL = {
     "throughput": throughput.run,
+    "lines": lines.run,
     "insert": insert.run,
     "once": once.run,
     "latency": latency.run,

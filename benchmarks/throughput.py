@@ -26,7 +26,8 @@ from pathlib import Path
 
 from app.fleet.db.embedded import USER
 from app.fleet.db.namespace import Namespace
-from app.fleet.engine.trigger import INSERT
+from app.fleet.engine.lines import apart
+from app.fleet.engine.trigger import INSERT, INSERT_LINED
 from benchmarks import peers
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import rates, verdict
@@ -118,8 +119,8 @@ def one_process(postgres: Postgres, stack: ExitStack, runs: int, **env: str) -> 
     return lambda: burn_down(postgres, address, ship, runs)
 
 
-def burn_down(postgres: Postgres, address: str, ship: Ship, runs: int) -> float:
-    """One round: runs a second."""
+def burn_down(postgres: Postgres, address: str, ship: Ship, runs: int, lines: int = 0) -> float:
+    """One round: runs a second. With `lines`, the runs stand in so many, in turn."""
     with postgres.session(address.rpartition("/")[2]) as session:
         post(ship, "/actions/noop/pause")
         row = session.execute("SELECT id, max_attempts FROM flotilla.actions WHERE name = 'noop'").fetchone()
@@ -132,8 +133,12 @@ def burn_down(postgres: Postgres, address: str, ship: Ship, runs: int) -> float:
             "payloads": [None] * AT_ONCE,
             "trigger": "code",
         }
-        for _ in range(runs // AT_ONCE):
-            session.execute(NAMESPACE.sql(INSERT), batch)
+        if lines:
+            batch["priorities"] = [apart(0, "in a line")] * AT_ONCE
+        for first in range(0, runs, AT_ONCE):
+            if lines:
+                batch["order_keys"] = [f"line-{number % lines}" for number in range(first, first + AT_ONCE)]
+            session.execute(NAMESPACE.sql(INSERT_LINED if lines else INSERT), batch)
         session.execute("VACUUM ANALYZE")
         session.execute("CHECKPOINT")
         began = session.execute("SELECT clock_timestamp()").fetchone()

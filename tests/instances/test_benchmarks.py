@@ -10,6 +10,7 @@ from tests.support.fleet import ROOT, environment
 
 FIGURES = {
     "throughput": ("Flotilla, one process", "pgbench, bare SQL", "≥ 40,000/s", "the feed costs"),
+    "lines": ("5,000 lines", "of ours", "1 line, its last quarter against its first", "≥ 0.75"),
     "insert": ("POST /runs:batch", "trigger_many", "≥ 80,000/s"),
     "once": ("once_many, 1,000 each", "≥ 50,000/s", "once, sixteen tasks", "all of them seen before"),
     "latency": ("before POST → the action began", "p50 ≤ 5 ms", "p99 ≤ 20 ms"),

@@ -155,6 +155,17 @@ def test_a_key_makes_one_run_and_the_second_time_it_says_so(flotilla: CommandLin
     assert f"run {first['id']} was made with this key before; nothing was added" in second.out
 
 
+def test_a_run_is_put_into_a_line_and_shown_with_it(flotilla: CommandLine) -> None:
+    held = flotilla("trigger", "noop", "--order-by", "acme", "--run-at", "2999-01-01T00:00:00Z", "--json").json
+    assert held["order_by"] == "acme"
+    waits = flotilla("trigger", "noop", "--order-by", "acme", "--json").json
+    assert "order by       acme" in flotilla("runs", str(waits["id"])).out
+    assert flotilla("runs", str(waits["id"]), "--json").json["state"] == "pending"
+    assert "order by" not in flotilla("runs", str(flotilla("trigger", "noop", "--json").json["id"])).out
+    assert flotilla("runs", "cancel", str(held["id"])).code == 0
+    eventually(lambda: flotilla("runs", str(waits["id"]), "--json").json["state"] == "succeeded")
+
+
 def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
     with process(harbour, "trigger", "weigh", "--payload", "-", "--follow", "--json") as command:
         out, err = command.communicate('{"weight": 7}', timeout=60)
@@ -175,6 +186,7 @@ def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
         (["noop", "--run-at", "9999-12-31T23:59:59-14:00"], 2, "run_at is between the years"),
         (["noop", "--priority", "1001"], 2, "'--priority'"),
         (["noop", "--key", ""], 2, "a key has from 1 to 200 printable letters"),
+        (["noop", "--order-by", "x" * 201], 2, "order_by has from 1 to 200 printable letters"),
         ([], 2, "name"),
         (["wiegh"], 5, "did you mean weigh"),
         (["zzz"], 5, "there are alone, "),

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 RUN = {
     *("id", "action", "state", "trigger", "payload", "scheduled_for", "run_at", "attempt", "max_attempts", "instance"),
-    *("result", "error", "progress", "created_at", "started_at", "finished_at"),
+    *("order_by", "result", "error", "progress", "created_at", "started_at", "finished_at"),
 }
 ACTION = {
     *("name", "summary", "schedule", "state", "next_run_at", "last_run", "running_on", "standby", "overlap", "misfire"),

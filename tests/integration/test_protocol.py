@@ -2,7 +2,8 @@
 
 Hypothesis chooses; every statement is the engine's own, on a real database. Writers come with every token that was ever
 drawn, so most of them are late. The model is what DESIGN calls the invariants: a token is drawn once and only grows, a
-write counts only with the present token of a running run, a run ends once, and nothing is ever lost.
+write counts only with the present token of a running run, a run ends once, and nothing is ever lost. Of a line, the
+first one is claimed that has not ended, and nothing beside one that runs.
 """
 
 import asyncio
@@ -38,6 +39,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 class Model:
     """What a run must be."""
 
+    line: str | None = None
     state: str = "pending"
     token: int = 0
     attempt: int = 0
@@ -60,23 +62,33 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
 
         # -- what instances do ----------------------------------------------------------------------------------------
 
-        @rule(number=st.integers(1, 3))
-        def trigger(self, number: int) -> None:
-            for run_id in do(here.trigger(*[Order("tick")] * number)):
-                self.model[run_id] = Model()
+        @rule(number=st.integers(1, 3), line=st.sampled_from([None, "a", "b"]))
+        def trigger(self, number: int, line: str | None) -> None:
+            for run_id in do(here.trigger(*[Order("tick", order_by=line)] * number)):
+                self.model[run_id] = Model(line)
 
         @rule(name=st.sampled_from(INSTANCES), room=st.integers(1, 3))
         def claim(self, name: str, room: int) -> None:
             claimed = do(self.living[name].claim(room=room))
-            waiting = sum(run.state == "pending" for run in self.model.values())
-            assert len(claimed) == min(room, waiting)
+            waiting = self.claimable()
+            assert len(claimed) == min(room, len(waiting))
             for run_id, token, _ in claimed:
+                assert run_id in waiting
                 run = self.model[run_id]
                 assert run.state == "pending"
                 assert token == run.token + 1
                 run.state, run.token, run.owner = "running", token, name
                 run.attempt += 1
                 self.claims.append((run_id, token))
+
+        def claimable(self) -> set[int]:
+            """What waits in no line, and the first of each line in which nothing runs."""
+            free = {run_id for run_id, run in self.model.items() if run.line is None and run.state == "pending"}
+            for line in ("a", "b"):
+                left = {i: run.state for i, run in self.model.items() if run.line == line and run.state not in ENDED}
+                if left and "running" not in left.values():
+                    free.add(min(left))
+            return free
 
         @precondition(lambda self: self.claims)
         @rule(

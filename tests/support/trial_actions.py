@@ -158,6 +158,18 @@ async def note(run: Run) -> None:
         await transaction.execute(EFFECT, effect(run, "committed"))
 
 
+@action("step", retry_delay="20ms")
+async def step(run: Run) -> None:
+    """Be one of a line: leave an effect when it begins, and one in the transaction that completes it."""
+    async with session() as transaction:
+        await transaction.execute(EFFECT, effect(run, f"{run.order_by} began"))
+    await asyncio.sleep(run.payload.get("seconds", 0))
+    if run.attempt <= run.payload.get("failures", 0):
+        raise TryAgain("not yet", after=run.payload.get("after"))
+    async with run.commit() as transaction:
+        await transaction.execute(EFFECT, effect(run, f"{run.order_by} ended"))
+
+
 @action("note-in-thread")
 def note_in_thread(run: Run) -> None:
     time.sleep(run.payload.get("seconds", 0))

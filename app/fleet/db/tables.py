@@ -240,6 +240,7 @@ runs = Table(
     Column("id", BigInteger, Identity(), primary_key=True),
     Column("action_id", Integer, nullable=False),
     Column("state", Text, nullable=False, server_default=text("'pending'")),
+    # Of a run in a line, less than any other's by far: it waits at a place of its own (`lines.py`).
     Column("priority", Integer, nullable=False),
     # Not before; the order within a priority.
     Column("run_at", DateTime(timezone=True), nullable=False),
@@ -257,6 +258,8 @@ runs = Table(
     # The slot, of a scheduled run.
     Column("scheduled_for", DateTime(timezone=True)),
     Column("key", Text),
+    # Runs of an action with the same one are a line: one after another, in the order of their ids.
+    Column("order_key", Text(collation="C")),
     # JSON and not JSONB: kept as it was sent, and never taken apart on the hot path.
     Column("payload", JSON),
     Column("checkpoint", JSON),
@@ -273,6 +276,16 @@ runs = Table(
     CheckConstraint("state IN ('pending', 'running')", name="state"),
     Index("runs_pending", "action_id", "priority", "run_at", "id", postgresql_where=text("state = 'pending'")),
     Index("runs_running", "action_id", "instance_id", postgresql_where=text("state = 'running'")),
+    # From line to line, and in each from its first run on, whatever state that is in.
+    Index("runs_lines", "action_id", "order_key", "id", postgresql_where=text("order_key IS NOT NULL")),
+    # Of a line, one runs.
+    Index(
+        "runs_lines_running",
+        "action_id",
+        "order_key",
+        unique=True,
+        postgresql_where=text("state = 'running' AND order_key IS NOT NULL"),
+    ),
     # Rows live for milliseconds here: vacuum by count, not by share, and without pauses.
     postgresql_with={
         "fillfactor": "70",
@@ -298,6 +311,7 @@ finished_runs = Table(
     Column("trigger", Text, nullable=False),
     Column("scheduled_for", DateTime(timezone=True)),
     Column("key", Text),
+    Column("order_key", Text(collation="C")),
     Column("payload", JSON),
     Column("checkpoint", JSON),
     Column("progress", JSON),

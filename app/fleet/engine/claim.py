@@ -25,12 +25,17 @@ When very many become due at once, instances that all looked at all places would
 Each has a part of the places then, by the action's id, and leaves the others' for `LATER`. How many parts there are,
 and which is ours, is what the lookout last saw; where that is wrong, somebody's part waits for that long.
 
+Runs in lines wait at a place of their own, and are claimed by a statement of their own (`lines.py`), under the same
+three conditions.
+
 Lock order: instance, actions by id, runs.
 """
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, TypeAlias
@@ -41,18 +46,13 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import array
+from app.fleet.engine import lines
 from app.fleet.engine.actions import Action, Catalogue
-from app.fleet.stream.feed import noted
-
-# What a claim returns of each run: first what `Run` takes, then what the executor needs.
-ROW = """id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for, payload::text,
-       checkpoint::text, events, cancel_requested_at IS NOT NULL, run_at"""
-WIDTH = 12
+from app.fleet.engine.lines import LINES, Ring
+from app.fleet.engine.taking import ACTION, ME, PRIORITY, RUN_AT, Row, row, taken
 
 CLAIM = f"""
-WITH me AS MATERIALIZED (
-    SELECT id FROM {{schema}}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE
-), places AS (
+WITH {ME}, places AS (
     SELECT *
     FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(floors)s::timestamptz[], %(mosts)s::int[],
                 %(timeouts)s::float8[]) WITH ORDINALITY AS p (action_id, priority, floor, most, timeout, place)
@@ -73,18 +73,8 @@ WITH me AS MATERIALIZED (
         FOR UPDATE SKIP LOCKED
     ) AS r
     LIMIT %(room)s
-), claimed AS (
-    UPDATE {{schema}}.runs AS r
-    SET state = 'running', token = r.token + 1, attempt = r.attempt + 1, instance_id = %(me)s, instance = %(name)s,
-        events = r.events + 1, running_seq = r.events + 1,
-        started_at = clock_timestamp(), deadline_at = clock_timestamp() + make_interval(secs => p.timeout)
-    FROM places AS p
-    WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND p.action_id = r.action_id AND p.priority = r.priority
-    RETURNING r.*
-), noted AS (
-    {noted("claimed", "'running'")}
-)
-SELECT {ROW} FROM claimed
+), {taken("p.timeout", "FROM places AS p", "p.action_id = r.action_id AND p.priority = r.priority")}
+SELECT {row()} FROM claimed
 """
 
 # Those that somebody else is claiming right now are left out; there will be another time.
@@ -149,7 +139,6 @@ LATEST = datetime.max.replace(tzinfo=UTC)
 Place: TypeAlias = tuple[int, int]
 # And from when on runs wait there.
 Told: TypeAlias = tuple[int, int, datetime]
-Row: TypeAlias = tuple[Any, ...]
 
 
 @dataclass
@@ -161,6 +150,10 @@ class Spot:
     due: float | None = None
     # Something is known to wait there for a later time, so that it is worth asking for the next.
     later: bool = False
+    # At which it is claimed.
+    priority: int = 0
+    # Of the lines of an action, where the looks at them are.
+    ring: Ring | None = None
 
 
 class Wanted(NamedTuple):
@@ -217,40 +210,65 @@ class Ready:
 
     def tell(self, action_id: int, priority: int, run_at: datetime, now: float) -> None:
         """A run waits there from then on."""
-        if self._catalogue.of_id(action_id) is None:
+        action = self._catalogue.of_id(action_id)
+        if action is None:
             return
-        place = (action_id, priority)
+        place = (action_id, lines.place_of(priority))
         spot = self._spots.get(place)
         if spot is None:
-            spot = self._spots[place] = Spot(floor=run_at)
+            spot = self._spots[place] = self._new(place, action, run_at)
         due = max(now, self._clock.loop_time(run_at))
         spot.later |= due > now
+        if spot.ring is not None:
+            spot.ring.begin()
+            due = max(due, spot.ring.rests_until)
         spot.floor = min(spot.floor, run_at)
         spot.due = due if spot.due is None else min(spot.due, due)
         if self._told is not None:
             self._told[place] = min(run_at, self._told.get(place, run_at))
 
+    def tell_ended(self, action_id: int, order_by: str) -> None:
+        """A run of that line has ended here; the next one may be waiting."""
+        spot = self._spots.get((action_id, LINES))
+        if spot is not None and spot.ring is not None:
+            spot.ring.ask([order_by])
+
     def wait(self, place: Place, due: float) -> None:
         """Look there again at that time: a limit stands in the way until then."""
-        self._spots[place].due = due
+        spot = self._spots[place]
+        spot.due = due
+        if spot.ring is not None:
+            spot.ring.ended.clear()
+            spot.ring.begin()
+
+    def rest(self, spot: Spot, until: float) -> None:
+        """Look at no lines before that but those that are asked for."""
+        assert spot.ring is not None
+        spot.ring.rests_until = until
+        if spot.due is not None:
+            spot.due = max(spot.due, until)
 
     def look_at_action(self, action_id: int, now: float) -> None:
         for place, spot in self._spots.items():
             if place[0] == action_id:
-                spot.due = now
+                spot.due = now if spot.ring is None else max(now, spot.ring.rests_until)
 
     def due(self, now: float, most: int = 1000) -> list[tuple[Place, Spot]]:
         """Where to look now: the highest priority first, then, by the second, whoever waits longest.
 
         Beyond that by chance, so that instances which look in the same moment look at different places.
         """
-        found = [(place, spot) for place, spot in self._spots.items() if spot.due is not None and spot.due <= now]
+        found = [
+            (place, spot)
+            for place, spot in self._spots.items()
+            if (spot.due is not None and spot.due <= now) or (spot.ring is not None and spot.ring.ended)
+        ]
         if len(found) > 1:
             begin = random.randrange(len(found))
             found = found[begin:] + found[:begin]
-            first = found[0]
-            if any(place[1] != first[0][1] or spot.floor != first[1].floor for place, spot in found):
-                found.sort(key=lambda each: (-each[0][1], each[1].floor.replace(microsecond=0)))
+            first = found[0][1]
+            if any(spot.priority != first.priority or spot.floor != first.floor for _, spot in found):
+                found.sort(key=lambda each: (-each[1].priority, each[1].floor.replace(microsecond=0)))
         return found[:most]
 
     def next_due(self) -> float | None:
@@ -282,6 +300,11 @@ class Ready:
             due = max(now, self._clock.loop_time(run_at))
             spot.due = due if spot.due is None else min(spot.due, due)
 
+    def _new(self, place: Place, action: Action[Any], run_at: datetime) -> Spot:
+        if place[1] == LINES:
+            return Spot(floor=run_at, priority=action.priority, ring=Ring())
+        return Spot(floor=run_at, priority=place[1])
+
 
 class Claimant:
     """Claims for one instance, through whatever connection it is given."""
@@ -292,8 +315,11 @@ class Claimant:
         # has told, such an action is left to others.
         self.limited: set[int] = set()
         self.clock = clock
+        self._namespace = namespace
         self._sql = namespace.sql
         self._catalogue = catalogue
+        # Whose turn it is to claim first, where runs wait in lines and otherwise.
+        self._lines_first = False
         # Of the claim that is under way: places where nothing is due now, but something is later.
         self._later: list[Place] = []
 
@@ -301,15 +327,17 @@ class Claimant:
         self, connection: Connection, me: Identity, due: Sequence[tuple[Place, Spot]], room: int, now: float
     ) -> list[Row]:
         """Take what is due at these places, as much as there is room for."""
-        limited = [each for each in due if self._is_limited(each[0][0])]
-        free = [each for each in due if not self._is_limited(each[0][0])]
         rows: list[Row] = []
         self._later = []
         try:
-            if free:
-                rows = await self._take(connection, me, shares(free, room), room, now, counted=False)
-            if limited and len(rows) < room:
-                rows += await self._take_limited(connection, me, first_of_each(limited), room - len(rows), now)
+            for part in self._in_turn(due):
+                limited = [each for each in part if self._is_limited(each[0][0])]
+                free = [each for each in part if not self._is_limited(each[0][0])]
+                if free and len(rows) < room:
+                    wanted = shares(free, room - len(rows))
+                    rows += await self._take(connection, me, wanted, room - len(rows), now, counted=False)
+                if limited and len(rows) < room:
+                    rows += await self._take_limited(connection, me, first_of_each(limited), room - len(rows), now)
             if self._later:
                 await self._ask_for_next(connection, self._later, now)
         except psycopg.Error:
@@ -317,6 +345,16 @@ class Claimant:
             if not rows:
                 raise
         return rows
+
+    def _in_turn(self, due: Sequence[tuple[Place, Spot]]) -> Sequence[Sequence[tuple[Place, Spot]]]:
+        """Part lines from the rest, which are claimed by other statements; the higher priority first, or in turn."""
+        lined = [each for each in due if each[1].ring is not None]
+        if not lined or len(lined) == len(due):
+            return [due]
+        plain = [each for each in due if each[1].ring is None]
+        self._lines_first = not self._lines_first
+        ahead = max(spot.priority for _, spot in lined) - max(spot.priority for _, spot in plain)
+        return [lined, plain] if ahead > 0 or (ahead == 0 and self._lines_first) else [plain, lined]
 
     async def prepare(self, connection: Connection, me: Identity) -> None:
         """Have the claim planned before there is anything to claim."""
@@ -326,6 +364,8 @@ class Claimant:
         self, connection: Connection, me: Identity, wanted: Sequence[Wanted], room: int, now: float, *, counted: bool
     ) -> list[Row]:
         """`counted` says that the limits of these actions were looked at, under their lock."""
+        if wanted and wanted[0].spot.ring is not None:
+            return await self._take_heads(connection, me, wanted, room, now, counted=counted)
         asked_at = self.clock.instant(now)
         values = {
             "me": me.id,
@@ -358,8 +398,8 @@ class Claimant:
     ) -> None:
         """Learn from an answer where to look next."""
         found: dict[Place, list[datetime]] = {}
-        for row in rows:
-            found.setdefault((row[1], row[6]), []).append(row[WIDTH + 1])
+        for each in rows:
+            found.setdefault((each[ACTION], each[PRIORITY]), []).append(each[RUN_AT])
         for place, spot, most in wanted:
             instants = found.get(place, [])
             if not cut_short and len(instants) < most:
@@ -368,6 +408,67 @@ class Claimant:
                     self._later.append(place)
             elif instants:
                 self.ready.found(place, min(max(instants), told.get(place, LATEST)))
+
+    async def _take_heads(
+        self, connection: Connection, me: Identity, wanted: Sequence[Wanted], room: int, now: float, *, counted: bool
+    ) -> list[Row]:
+        """Take the heads of lines, of one action after another."""
+        rows: list[Row] = []
+        for place, spot, most in wanted:
+            left = min(most, room - len(rows))
+            if left <= 0:
+                break
+            try:
+                rows += await self._take_heads_of(connection, me, place, spot, left, now, counted=counted)
+            except psycopg.Error:
+                # As in `claim`; but what was taken in a transaction is not ours before its end.
+                if counted or not rows:
+                    raise
+                break
+        return rows
+
+    async def _take_heads_of(
+        self, connection: Connection, me: Identity, place: Place, spot: Spot, most: int, now: float, *, counted: bool
+    ) -> list[Row]:
+        assert spot.ring is not None
+        asked_at = self.clock.instant(now)
+        everywhere = spot.due is not None and spot.due <= now
+        self.ready.begin()
+        try:
+            # Within the transaction of a limit, a savepoint; otherwise the statement is a transaction of its own.
+            async with connection.transaction() if counted else nullcontext():
+                found = await lines.claim(
+                    connection,
+                    self._namespace,
+                    me,
+                    spot.ring,
+                    action=place[0],
+                    timeout=self._action(place[0]).timeout,
+                    looks=lines.LOOKS if everywhere else 0,
+                    most=most,
+                    counted=counted,
+                )
+        except psycopg.errors.UniqueViolation:
+            self.ready.end()
+            self.ready.wait(place, now + lines.AGAIN)
+            return []
+        except BaseException:
+            self.ready.end()
+            raise
+        told = self.ready.end().get(place)
+        if found is None:
+            self.ready.exhausted(place, asked_at, told)
+            return []
+        if everywhere and found.complete:
+            self.ready.exhausted(place, asked_at, told)
+        if everywhere and (found.complete or told is not None):
+            # What was told while we looked may be of a line that this round had come past.
+            spot.ring.begin()
+        if found.later is not None and (found.complete or not everywhere):
+            self.ready.next_is(place, found.later, now)
+        if found.rest > 0:
+            self.ready.rest(spot, asyncio.get_running_loop().time() + found.rest)
+        return found.rows
 
     async def _take_limited(
         self, connection: Connection, me: Identity, places: Sequence[tuple[Place, Spot]], room: int, now: float
@@ -385,7 +486,7 @@ class Claimant:
             wanted = [Wanted(*by_action[identifier], min(room, allowed[identifier][0])) for identifier in open_]
             if wanted:
                 rows = await self._take(connection, me, wanted, room, now, counted=True)
-                started = [sum(row[1] == identifier for row in rows) for identifier in open_]
+                started = [sum(each[ACTION] == identifier for each in rows) for identifier in open_]
                 await connection.execute(self._sql(USE_RATE), {"actions": open_, "started": started})
         for identifier, (place, _) in by_action.items():
             most, wait = allowed.get(identifier, (0, CONTENDED))

@@ -36,9 +36,10 @@ from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool import Database
 from app.fleet.engine.actions import Action, Catalogue
-from app.fleet.engine.claim import MANY, WIDTH, Claimant, Clock
+from app.fleet.engine.claim import MANY, Claimant, Clock
 from app.fleet.engine.ledger import Ledger
 from app.fleet.engine.run import Run, as_json, current_run
+from app.fleet.engine.taking import ACTION, WIDTH
 from app.fleet.engine.watch import Watch
 from app.fleet.errors import DatabaseError, Fenced, GiveUp, NotJson, PayloadInvalid, TryAgain
 from app.fleet.phase import Course
@@ -242,7 +243,7 @@ class Executor(Service):
 
     def _begin(self, row: tuple[Any, ...]) -> None:
         assert self._loop is not None
-        action = self._catalogue.of_id(row[1])
+        action = self._catalogue.of_id(row[ACTION])
         assert action is not None
         run: Run[Any] = Run(action, self.ledger, row[:WIDTH])
         self._owned.add((run.id, run.token))
@@ -398,6 +399,9 @@ class Executor(Service):
         assert self._loop is not None
         for action_id in {run.action_id for run in runs if run.limited or run.action_id in self.claimant.limited}:
             self.claimant.ready.look_at_action(action_id, self._loop.time())
+        for run in runs:
+            if run.order_by is not None:
+                self.claimant.ready.tell_ended(run.action_id, run.order_by)
         self._wake.set()
 
     def _on_fenced(self, run: Run[Any]) -> None:

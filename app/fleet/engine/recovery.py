@@ -24,7 +24,7 @@ from app.fleet.cluster.registry import Instance, Session
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import FACTOR
-from app.fleet.engine.ending import INSERT_FINISHED, NOTE_ENDED
+from app.fleet.engine.ending import INSERT_FINISHED, NEXT_OF_LINES, NOTE_ENDED
 from app.fleet.engine.telling import tell
 from app.fleet.stream.events import KEPT, write_down
 from app.fleet.stream.feed import noted
@@ -33,6 +33,10 @@ DEATHS = 20
 # How long after its deadline a run is taken from an instance that still lives.
 SLACK = 8.0
 STUCK_AFTER = 60.0
+
+WAITING = f"""(
+    SELECT action_id, priority, run_at FROM back UNION ALL SELECT * FROM {NEXT_OF_LINES}
+) AS w"""
 
 TAKE_BACK = f"""
 WITH lost AS MATERIALIZED (
@@ -63,7 +67,7 @@ WITH lost AS MATERIALIZED (
 ), noted AS (
     {noted("back", "'pending'")}
 )
-{tell("back")}
+{tell(WAITING)}
 """
 
 FORGET_STANDBY = "DELETE FROM {schema}.standby WHERE instance_id = ANY (%(dead)s)"
@@ -105,7 +109,7 @@ WITH lost AS MATERIALIZED (
 ), noted AS (
     {noted("back", "'pending'")}
 )
-{tell("back")}
+{tell(WAITING)}
 """
 
 

@@ -51,8 +51,8 @@ class Run(Generic[P]):
     # fmt: off
     __slots__ = (
         "_action", "_ledger", "_payload", "_payload_text", "_state", "_state_text", "action_id", "attempt", "blocked",
-        "committed", "committing", "deadline", "ending", "events", "id", "limited", "max_attempts", "priority",
-        "result", "said", "scheduled_for", "task", "token", "tries", "trigger",
+        "committed", "committing", "deadline", "ending", "events", "id", "limited", "max_attempts", "order_by",
+        "priority", "result", "said", "scheduled_for", "task", "token", "tries", "trigger",
     )
     # fmt: on
 
@@ -60,14 +60,14 @@ class Run(Generic[P]):
         self,
         action: "Action[P]",
         ledger: "Ledger",
-        row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None, int],
+        row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None, int, str | None],
     ) -> None:
-        """`row` is what a claim returns (`claim.py`)."""
+        """`row` is what a claim returns (`taking.py`)."""
         self._action = action
         self._ledger = ledger
         (
             self.id, self.action_id, self.token, self.attempt, deaths, self.max_attempts, self.priority, self.trigger,
-            self.scheduled_for, self._payload_text, self._state_text, self.events,
+            self.scheduled_for, self._payload_text, self._state_text, self.events, self.order_by,
         ) = row  # fmt: skip
         # What counts against its retries: attempts that the death of an instance ended do not.
         self.tries = self.attempt - deaths

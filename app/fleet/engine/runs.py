@@ -13,7 +13,7 @@ from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine.ending import INSERT_FINISHED, NOTE_ENDED
+from app.fleet.engine.ending import INSERT_FINISHED, NEXT_OF_LINES, NOTE_ENDED
 from app.fleet.engine.telling import tell
 from app.fleet.errors import RunNotReady, RunUnknown
 from app.fleet.stream.events import write_down_end
@@ -40,6 +40,7 @@ class RunRecord:
     payload: Any
     scheduled_for: datetime | None
     run_at: datetime
+    order_by: str | None
     attempt: int
     max_attempts: int
     instance: str | None
@@ -53,8 +54,8 @@ class RunRecord:
 
 ACTIVE_COLUMNS = """
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
-r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress, r.created_at, r.started_at,
-NULL::timestamptz AS finished_at
+r.order_key AS order_by, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
+r.created_at, r.started_at, NULL::timestamptz AS finished_at
 """
 FINISHED_COLUMNS = ACTIVE_COLUMNS.replace("NULL::json AS", "r.").replace("NULL::timestamptz AS", "r.")
 
@@ -72,6 +73,7 @@ PAGE = """
     LIMIT %(limit)s
 """
 
+# Of a line it may have been the head.
 CANCEL_PENDING = f"""
 WITH gone AS (
     DELETE FROM {{schema}}.runs
@@ -79,8 +81,10 @@ WITH gone AS (
     RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, while it waited' AS ended_by
 ), noted AS (
     {NOTE_ENDED}
+), told AS (
+    {tell(NEXT_OF_LINES)}
 )
-{INSERT_FINISHED}RETURNING id
+{INSERT_FINISHED}RETURNING id, (SELECT count(*) FROM told)
 """
 
 # The row asks, and stays asking when the run moves; the notification makes it quick.
@@ -102,11 +106,11 @@ WITH back AS (
     DELETE FROM {{schema}}.finished_runs WHERE {which} RETURNING *
 ), added AS (
     INSERT INTO {{schema}}.runs (
-        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, payload,
-        checkpoint, progress, error, events, created_at
+        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, order_key,
+        payload, checkpoint, progress, error, events, created_at
     )
     SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
-           payload, checkpoint, progress, error, events + 1, created_at
+           order_key, payload, checkpoint, progress, error, events + 1, created_at
     FROM back
     RETURNING id, action_id, priority, run_at, events, attempt, instance
 ), written AS (

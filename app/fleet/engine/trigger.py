@@ -9,6 +9,9 @@ A `key` makes one run, for as long as that run is remembered. It is taken in `ru
 NOTHING`: of two transactions at the same moment, one waits until the other commits, and then finds its run (a statement
 later, because only that sees it). Keys are taken in order, so that two batches wait for each other but never both ways.
 
+Runs with the same `order_by` are a line (`lines.py`), in the order of their ids: so these are drawn in the order in
+which the runs are given, also where keys, which are taken in another one, decide which of them are new.
+
 With `overlap="skip"` the action's row is locked first; then nobody can begin a run between the look and the insert.
 
 Lock order: actions by id, then keys by action and text.
@@ -18,7 +21,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
@@ -27,6 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, fetch
+from app.fleet.engine import lines
 from app.fleet.engine.actions import PRIORITIES, Action, Catalogue
 from app.fleet.engine.runs import RunRecord, Trigger
 from app.fleet.engine.telling import tell
@@ -64,18 +68,24 @@ SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER
 
 
 INSERT = inserting()
-INSERT_KEYED = inserting("id, key, ", "%(ids)s::int8[], %(keys)s::text[], ")
+INSERT_NUMBERED = inserting("id, key, ", "%(ids)s::int8[], %(keys)s::text[], ")
+INSERT_LINED = inserting("order_key, ", "%(order_keys)s::text[], ")
+INSERT_LINED_NUMBERED = inserting("id, key, order_key, ", "%(ids)s::int8[], %(keys)s::text[], %(order_keys)s::text[], ")
 
 TAKE_KEYS = """
 INSERT INTO {schema}.run_keys (action_id, key, run_id, digest)
-SELECT action_id, key, nextval('{schema}.runs_id_seq'), digest
+SELECT action_id, key, coalesce(id, nextval('{schema}.runs_id_seq')), digest
 FROM (
-    SELECT * FROM unnest(%(actions)s::int[], %(keys)s::text[], %(digests)s::text[]) AS k (action_id, key, digest)
+    SELECT *
+    FROM unnest(%(actions)s::int[], %(keys)s::text[], %(digests)s::text[], %(ids)s::int8[])
+         AS k (action_id, key, digest, id)
     ORDER BY action_id, key
 ) AS k
 ON CONFLICT DO NOTHING
 RETURNING action_id, key, run_id
 """
+
+NUMBERS = "SELECT nextval('{schema}.runs_id_seq') FROM generate_series(1, %(many)s)"
 
 KNOWN_KEYS = """
 SELECT k.action_id, k.key, k.run_id, k.digest
@@ -101,13 +111,14 @@ TRY_KEY = "SELECT pg_try_advisory_xact_lock({class}, hashtext(%(key)s) | -214748
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One run that is wanted. Without `run_at`: now; without `priority`: the action's."""
+    """One run that is wanted. Without `run_at`: now; `priority`: the action's; `order_by`: in no line."""
 
     action: str
     payload: Any = None
     key: str | None = None
     run_at: datetime | None = None
     priority: int | None = None
+    order_by: str | None = None
     # Of the request, if it came with an Idempotency-Key.
     digest: str | None = None
 
@@ -162,10 +173,14 @@ class Prepared:
     action: Action[Any]
     action_id: int
     payload: str | None
+    # Its run's, if that was drawn already.
+    id: int | None = None
 
     @property
     def priority(self) -> int:
-        return self.action.priority if self.order.priority is None else self.order.priority
+        """What is stored as such."""
+        given = self.action.priority if self.order.priority is None else self.order.priority
+        return lines.apart(given, self.order.order_by)
 
     @property
     def simple(self) -> bool:
@@ -181,6 +196,7 @@ class Prepared:
             payload={} if self.payload is None else json.loads(self.payload),
             scheduled_for=None,
             run_at=run_at,
+            order_by=self.order.order_by,
             attempt=0,
             max_attempts=self.action.max_attempts,
             instance=None,
@@ -196,8 +212,10 @@ class Prepared:
 def prepare(catalogue: Catalogue, order: Order) -> Prepared:
     """Check an order against the action it is for."""
     action = catalogue[order.action]
-    if order.key is not None and not (0 < len(order.key) <= KEY_MOST and order.key.isprintable()):
+    if not is_key(order.key):
         raise EngineError(f"a key has from 1 to {KEY_MOST} printable letters")
+    if not is_key(order.order_by):
+        raise EngineError(f"order_by has from 1 to {KEY_MOST} printable letters")
     if order.priority is not None and order.priority not in PRIORITIES:
         raise EngineError(f"a priority is from {PRIORITIES[0]} to {PRIORITIES[-1]}")
     if order.run_at is not None and order.run_at.tzinfo is None:
@@ -207,10 +225,17 @@ def prepare(catalogue: Catalogue, order: Order) -> Prepared:
     return Prepared(order, action, catalogue.id_of(order.action), action.encode(order.payload))
 
 
+def is_key(text: str | None) -> bool:
+    return text is None or (isinstance(text, str) and 0 < len(text) <= KEY_MOST and text.isprintable())
+
+
 async def insert(place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger) -> list[Triggered]:
     """Insert in whatever transaction `place` is in."""
     await refuse_active(place, namespace, [each for each in orders if each.action.overlap == "skip"])
     keyed = [each for each in orders if each.order.key is not None]
+    if keyed and len(orders) > 1 and any(each.order.order_by is not None for each in orders):
+        orders = await numbered(place, namespace, orders)
+        keyed = [each for each in orders if each.order.key is not None]
     unkeyed = [each for each in orders if each.order.key is None]
     by_key = await insert_keyed(place, namespace, keyed, by) if keyed else {}
     plain = iter(await insert_plain(place, namespace, unkeyed, by) if unkeyed else [])
@@ -218,9 +243,30 @@ async def insert(place: Place, namespace: Namespace, orders: Sequence[Prepared],
     return [next(plain) if each.order.key is None else by_key[key_of(each)] for each in orders]
 
 
+async def numbered(place: Place, namespace: Namespace, orders: Sequence[Prepared]) -> list[Prepared]:
+    """Draw the ids in the order of the batch."""
+    rows = await fetch(place, namespace.sql(NUMBERS), {"many": len(orders)})
+    return [replace(each, id=row[0]) for each, row in zip(orders, sorted(rows), strict=True)]
+
+
 async def insert_plain(place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger) -> list[Triggered]:
-    rows = await fetch(place, namespace.sql(INSERT), columns(orders, by))
+    ids = [each.id for each in orders if each.id is not None]
+    rows = await insert_rows(place, namespace, orders, by, ids)
     return [Triggered(row[0], True, each, row[1], row[2]) for each, row in zip(orders, rows, strict=True)]
+
+
+async def insert_rows(
+    place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger, ids: Sequence[int]
+) -> Sequence[tuple[Any, ...]]:
+    """Insert these, under these ids if there are any; what is returned is in the order of the ids."""
+    values = columns(orders, by)
+    lined = any(each.order.order_by is not None for each in orders)
+    if lined:
+        values["order_keys"] = [each.order.order_by for each in orders]
+    if ids:
+        values |= {"ids": ids, "keys": [each.order.key for each in orders]}
+        return await fetch(place, namespace.sql(INSERT_LINED_NUMBERED if lined else INSERT_NUMBERED), values)
+    return await fetch(place, namespace.sql(INSERT_LINED if lined else INSERT), values)
 
 
 async def insert_keyed(
@@ -232,9 +278,7 @@ async def insert_keyed(
     done = {key: Triggered(run_id, False, by_key[key]) for key, run_id in known.items()}
     if taken:
         new = {run_id: by_key[key] for key, run_id in taken.items()}
-        values = columns(list(new.values()), by)
-        values |= {"ids": list(new), "keys": [each.order.key for each in new.values()]}
-        for run_id, run_at, created_at, *_ in await fetch(place, namespace.sql(INSERT_KEYED), values):
+        for run_id, run_at, created_at in await insert_rows(place, namespace, list(new.values()), by, list(new)):
             done[key_of(new[run_id])] = Triggered(run_id, True, new[run_id], run_at, created_at)
     return done
 
@@ -254,6 +298,7 @@ async def take_keys(
             "actions": [action_id for action_id, _ in left],
             "keys": [key for _, key in left],
             "digests": [each.order.digest for each in left.values()],
+            "ids": [each.id for each in left.values()],
         }
         rows = await fetch(place, namespace.sql(TAKE_KEYS), values)
         taken |= {(action_id, key): run_id for action_id, key, run_id in rows}
@@ -336,11 +381,12 @@ async def trigger(
     key: str | None = None,
     run_at: datetime | None = None,
     priority: int | None = None,
+    order_by: str | None = None,
     session: Place | None = None,
 ) -> int:
     """Have an action run; return the id of its run. With `session`, exactly if that transaction commits."""
     name = action if isinstance(action, str) else action.name
-    (done,) = await here().trigger([Order(name, payload, key, run_at, priority)], session)
+    (done,) = await here().trigger([Order(name, payload, key, run_at, priority, order_by)], session)
     return done.id
 
 

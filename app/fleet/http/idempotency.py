@@ -84,7 +84,10 @@ async def is_ours(connection: Connection, namespace: Namespace, key: str, *, las
 def digest(orders: Sequence[Order]) -> str:
     """Tell whether two requests want the same, however their bodies were written."""
     wanted = [
-        [each.action, each.payload, each.key, each.run_at and each.run_at.timestamp(), each.priority] for each in orders
+        [each.action, each.payload, each.key, each.run_at and each.run_at.timestamp(), each.priority]
+        # Not where there is none: digests are compared with those of releases that did not know it.
+        + ([] if each.order_by is None else [each.order_by])
+        for each in orders
     ]
     return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
 

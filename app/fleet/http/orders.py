@@ -48,7 +48,7 @@ def within_the_calendar(instant: datetime) -> datetime:
 
 
 class NewRun(BaseModel):
-    """One run that is wanted. Without `run_at`: now; without `priority`: the action's own."""
+    """One run that is wanted. Without `run_at`: now; `priority`: the action's own; `order_by`: in no line."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -56,9 +56,10 @@ class NewRun(BaseModel):
     key: Key | None = None
     run_at: Annotated[AwareDatetime, AfterValidator(within_the_calendar)] | None = None
     priority: Annotated[int, Field(ge=PRIORITIES[0], le=PRIORITIES[-1])] | None = None
+    order_by: Key | None = None
 
     def order(self, action: str) -> Order:
-        return Order(action, self.payload, self.key, self.run_at, self.priority)
+        return Order(action, self.payload, self.key, self.run_at, self.priority, self.order_by)
 
 
 class BatchedRun(NewRun):

@@ -1,0 +1,37 @@
+"""Lines: runs of an action that run one after another."""
+
+import sqlalchemy as sa
+
+from alembic import op
+
+revision = "fleet_0009"
+down_revision = "fleet_0008"
+branch_labels = None
+depends_on = None
+
+# What is stored of a run's priority, if it is in a line, is less than its own by this.
+APART = 10_000
+
+
+def upgrade() -> None:
+    op.add_column("runs", sa.Column("order_key", sa.Text(collation="C")))
+    op.add_column("finished_runs", sa.Column("order_key", sa.Text(collation="C")))
+    op.create_index(
+        "runs_lines", "runs", ["action_id", "order_key", "id"], postgresql_where=sa.text("order_key IS NOT NULL")
+    )
+    op.create_index(
+        "runs_lines_running",
+        "runs",
+        ["action_id", "order_key"],
+        unique=True,
+        postgresql_where=sa.text("state = 'running' AND order_key IS NOT NULL"),
+    )
+
+
+def downgrade() -> None:
+    for table in ("runs", "finished_runs"):
+        op.execute(f"UPDATE {table} SET priority = priority + {APART} WHERE order_key IS NOT NULL")
+    op.drop_index("runs_lines_running", "runs")
+    op.drop_index("runs_lines", "runs")
+    op.drop_column("finished_runs", "order_key")
+    op.drop_column("runs", "order_key")

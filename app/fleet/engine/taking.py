@@ -1,0 +1,42 @@
+"""How a run is taken: pending becomes running, here, with a token nobody had before.
+
+Every claim has three parts: who claims (`ME`), which runs (a CTE called `picked` with their ids, locked), and this,
+which is the same for all (`taken`). Who claims is locked FOR KEY SHARE in the same statement: whoever declares an
+instance gone locks its row FOR UPDATE, so a claim is either seen by that death or finds nobody to claim for.
+"""
+
+from typing import Any, TypeAlias
+
+from app.fleet.stream.feed import noted
+
+Row: TypeAlias = tuple[Any, ...]
+
+ME = """me AS MATERIALIZED (
+    SELECT id FROM {schema}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE
+)"""
+
+
+def taken(timeout: str, beside: str = "", matching: str = "true") -> str:
+    """Return the CTEs `claimed` and `noted`; `beside` and `matching` join what `timeout` needs, of a run `r`."""
+    return f"""claimed AS (
+    UPDATE {{schema}}.runs AS r
+    SET state = 'running', token = r.token + 1, attempt = r.attempt + 1, instance_id = %(me)s, instance = %(name)s,
+        events = r.events + 1, running_seq = r.events + 1,
+        started_at = clock_timestamp(), deadline_at = clock_timestamp() + make_interval(secs => {timeout})
+    {beside}
+    WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND {matching}
+    RETURNING r.*
+), noted AS (
+    {noted("claimed", "'running'")}
+)"""
+
+
+def row(priority: str = "priority") -> str:
+    """Return the columns that a claim answers with: first what `Run` takes, then what the executor needs."""
+    return f"""id, action_id, token, attempt, deaths, max_attempts, {priority}, trigger, scheduled_for, payload::text,
+       checkpoint::text, events, order_key, cancel_requested_at IS NOT NULL, run_at"""
+
+
+WIDTH = 13
+# Where these stand in it.
+ACTION, PRIORITY, KEY, RUN_AT = 1, 6, 12, WIDTH + 1

@@ -1,0 +1,64 @@
+"""No-op runs in lines, run by one process, beside the same without lines: what an order costs.
+
+Each is a burn-down as in `throughput`, in turn, on one real server process and one database. In one line, each run
+waits until the end of the one before is durable: a claim and a completion, one after the other. In many lines, claims
+and completions are shared by as many runs as there are lines. What a line does not cost is its length: of the single
+line, the last quarter is timed against the first.
+"""
+
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.conditions import ACTIONS, durable_server
+from benchmarks.report import rates, spread, verdict
+from benchmarks.throughput import AT_ONCE, CONCURRENCY, burn_down
+from tests.support.fleet import Fleet
+from tests.support.postgres import Postgres
+
+ROUNDS = 3
+PLAIN = "no lines"
+# How many lines, and how many runs in all of them together.
+SHAPES = {PLAIN: (0, 50_000), "1 line": (1, 5000), "100 lines": (100, 20_000), "5,000 lines": (5000, 20_000)}
+LAST_LEAST = 0.75
+
+QUARTERS = """
+WITH run AS (
+    SELECT finished_at, ntile(4) OVER (ORDER BY id) AS quarter
+    FROM (SELECT id, finished_at FROM flotilla.finished_runs ORDER BY id DESC LIMIT %s) AS last
+)
+SELECT extract(epoch FROM max(finished_at) FILTER (WHERE quarter = 1) - min(finished_at) FILTER (WHERE quarter = 1))
+       / extract(epoch FROM max(finished_at) FILTER (WHERE quarter = 4) - min(finished_at) FILTER (WHERE quarter = 4))
+FROM run
+"""
+
+
+def run(*, short: bool) -> None:
+    rounds, share = (1, 0.2) if short else (ROUNDS, 1.0)
+    measured: dict[str, list[float]] = {name: [] for name in SHAPES}
+    quarters = []
+    settings = {"FLOTILLA_CONCURRENCY": str(CONCURRENCY), "FLOTILLA_LOG_LEVEL": "warning"}
+    with durable_server() as postgres, tempfile.TemporaryDirectory() as folder:
+        address = postgres.new_database()
+        with Fleet(address, Path(folder), FLOTILLA_ACTIONS=ACTIONS, **settings) as fleet:
+            (ship,) = fleet.start()
+            for _ in range(rounds):
+                for name, (lines, runs) in SHAPES.items():
+                    wanted = max(AT_ONCE, int(runs * share))
+                    measured[name].append(burn_down(postgres, address, ship, wanted, lines))
+                    if lines == 1:
+                        quarters.append(last_quarter(postgres, address, wanted))
+    print(f"{'':<46} runs/s in each of {rounds} rounds")
+    plain = statistics.median(measured[PLAIN])
+    for name, each in measured.items():
+        print(rates(name, each, ours=None if name == PLAIN else plain))
+    kept = verdict(statistics.median(quarters) >= LAST_LEAST)
+    print(f"{'1 line, its last quarter against its first':<46} {spread(quarters)}   ≥ {LAST_LEAST:g}: {kept}")
+
+
+def last_quarter(postgres: Postgres, address: str, runs: int) -> float:
+    """How fast the last quarter of these was done, against the first."""
+    with postgres.session(address.rpartition("/")[2]) as session:
+        row = session.execute(QUARTERS, [runs]).fetchone()
+    assert row is not None
+    return float(row[0])

@@ -1,0 +1,68 @@
+"""Lines keep their order over several instances, whoever is killed or leaves at whatever moment."""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.support.fleet import Fleet, Ship
+from tests.support.lines import NUMBERED, TOLD, lines_of
+from tests.support.postgres import eventually
+
+INSTANCES = 3
+LINES = 10
+KILLS = 12
+# Of all lines together.
+BATCH = 40
+
+
+@pytest.fixture
+def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
+    quiet = {"FLOTILLA_ACTIONS": "tests.support.trial_actions", "FLOTILLA_LOG_LEVEL": "warning"}
+    with psycopg.connect(address, autocommit=True) as session:
+        session.execute(NUMBERED)
+    with Fleet(address, tmp_path, FLOTILLA_POOL_MAX="8", **quiet) as own:
+        yield own
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "asked-to-leave"])
+def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: bool) -> None:
+    """One instance after the other is killed, or leaves in the middle of its runs, and is replaced."""
+    chance = random.Random(21)
+    ships = fleet.start(INSTANCES)
+    leaving: list[Ship] = []
+    wanted: dict[str, list[int]] = {f"line-{number}": [] for number in range(LINES)}
+    with psycopg.connect(address, autocommit=True) as session:
+        for _ in range(KILLS if kill else KILLS // 4):
+            victim = chance.choice(ships)
+            ships.remove(victim)
+            put_in(chance.choice(ships), wanted, chance)
+            time.sleep(chance.uniform(0.1, 0.6))
+            if kill:
+                victim.kill()
+            else:
+                victim.terminate()
+                leaving.append(victim)
+            ships.append(fleet.launch())
+            ships[-1].wait_ready()
+        eventually(lambda: session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,), within=90)
+        effects = session.execute(TOLD).fetchall()
+        on = session.execute("SELECT DISTINCT instance FROM public.effects").fetchall()
+        again = session.execute("SELECT count(*) FROM flotilla.finished_runs WHERE attempt > 1").fetchone()
+    assert lines_of(effects) == wanted
+    assert all(ship.process.wait(30) != -signal.SIGKILL for ship in leaving)
+    assert len(on) >= INSTANCES, "and all of them had a part in it"
+    if kill:
+        assert again is not None
+        assert again[0] > 0, "runs were under way on those that were killed"
+
+
+def put_in(ship: Ship, wanted: dict[str, list[int]], chance: random.Random) -> None:
+    keys = [chance.choice(sorted(wanted)) for _ in range(BATCH)]
+    runs = [{"action": "step", "payload": {"seconds": chance.choice((0, 0.01, 0.1))}, "order_by": key} for key in keys]
+    for key, run_id in zip(keys, ship.trigger_all(runs), strict=True):
+        wanted[key].append(run_id)
