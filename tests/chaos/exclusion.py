@@ -1,6 +1,6 @@
 """Mutual exclusion of effects: some strike under one lock, a nemesis does its worst, and the effects decide.
 
-Strikers take the lock again and again, on three instances, and leave one effect each time, guarded by the lock's token.
+Six runs at a time take the lock again and again, on three instances, and leave an effect each time, guarded by its token.
 Meanwhile instances are killed and replaced, frozen and thawed, links are cut, and the database crashes. The verdict is
 read from the table of effects alone: in the order in which they were committed (`track_commit_timestamp`), their tokens
 only ever grow. That an effect is there at all, once for each time that the lock was held, says that the lock goes on.
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import LiteralString
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -26,7 +27,8 @@ from tests.support.trial_actions import EFFECTS
 
 CONFIGURATION = "track_commit_timestamp = on\n"
 INSTANCES = 3
-STRIKERS = 6
+# Each run strikes so often and no more: a run that was at work when twenty instances died has failed.
+TIMES = 60
 # Longer than a lock's `ttl`, and some longer than a lease too: who was frozen may or may not be declared gone.
 FREEZE = (3.5, 7.0)
 # How long a striker holds the lock before the guard.
@@ -35,6 +37,15 @@ DWELL = 0.005
 STUCK = 120.0
 
 HOLDER = "SELECT pid FROM flotilla.service_locks WHERE instance_id IS NOT NULL AND pid = ANY (%s)"
+
+# What is worth knowing when nothing goes on.
+STANDING: tuple[LiteralString, ...] = (
+    "SELECT id, state, deaths, error FROM flotilla.runs WHERE state = 'running'",
+    "SELECT state, count(*), max(error) FROM flotilla.finished_runs GROUP BY state",
+    "SELECT * FROM flotilla.service_locks",
+    "SELECT * FROM flotilla.lock_waiters",
+    "SELECT id, name, state, heartbeat_at FROM flotilla.instances ORDER BY id DESC LIMIT 6",
+)
 
 IN_ORDER_OF_COMMIT = """
 SELECT token, pg_xact_commit_timestamp(xmin)
@@ -130,11 +141,11 @@ def strike(postgres: Postgres, folder: Path, *, rounds: int, calm: int, seed: in
     began = time.monotonic()
     with Fleet(address, folder, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
         nemesis = Nemesis(postgres, fleet, fleet.start(INSTANCES), chance)
-        payload = {"times": -(-rounds // STRIKERS), "dwell": DWELL, "guarded": guarded}
-        strikers = nemesis.ships[0].trigger_all([{"action": "strike", "payload": payload}] * STRIKERS)
+        strike = {"action": "strike", "payload": {"times": TIMES, "dwell": DWELL, "guarded": guarded}}
+        strikers = nemesis.ships[0].trigger_all([strike] * -(-rounds // TIMES))
         seen = 0
         while seen < rounds - calm:
-            seen = eventually(lambda seen=seen: more_than(address, seen + calm), within=STUCK)  # type: ignore[misc]
+            seen = until(address, seen + calm)
             nemesis.act()
         last = nemesis.ships[-1].wait_ready()
         ends = Counter(last.ended(run_id, within=STUCK)["state"] for run_id in strikers)
@@ -143,12 +154,22 @@ def strike(postgres: Postgres, folder: Path, *, rounds: int, calm: int, seed: in
         return judge(session, ends, nemesis.acts, seconds)
 
 
-def more_than(address: str, count: int) -> int | None:
-    """How many effects there are, once there are so many."""
-    with psycopg.connect(address) as session:
-        row = session.execute("SELECT count(*) FROM public.effects WHERE note = 'struck'").fetchone()
-    assert row is not None
-    return int(row[0]) if row[0] >= count else None
+def until(address: str, count: int) -> int:
+    """Wait until there are so many effects, and say how many."""
+
+    def look() -> int | None:
+        with psycopg.connect(address) as session:
+            row = session.execute("SELECT count(*) FROM public.effects WHERE note = 'struck'").fetchone()
+        assert row is not None
+        return int(row[0]) if row[0] >= count else None
+
+    try:
+        return eventually(look, within=STUCK)
+    except AssertionError as stuck:
+        with psycopg.connect(address) as session:
+            for what in STANDING:
+                stuck.add_note(f"{what}: {session.execute(what).fetchall()}")
+        raise
 
 
 def judge(session: psycopg.Connection[TupleRow], ends: Counter[str], acts: Counter[str], seconds: float) -> Verdict:

@@ -323,7 +323,7 @@ async def hold_lock(run: Run) -> str:
     return "held it"
 
 
-@action("strike")
+@action("strike", concurrency=6)
 async def strike(run: Run) -> None:
     """Take a lock again and again, and leave an effect each time; what was lost on the way is tried again."""
     done = run.state or 0
