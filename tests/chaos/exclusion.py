@@ -2,8 +2,9 @@
 
 Six runs at a time take the lock again and again, on three instances, and leave an effect each time, guarded by its
 token. Meanwhile instances are killed and replaced, frozen and thawed, links are cut, and the database crashes. The
-verdict is read from the table of effects alone: in the order in which they were committed (`track_commit_timestamp`), their tokens
-only ever grow. That an effect is there at all, once for each time that the lock was held, says that the lock goes on.
+verdict is read from the table of effects alone: in the order in which they were committed (`track_commit_timestamp`),
+their tokens only ever grow. That an effect is there at all, once for each time that the lock was held, says that the
+lock goes on.
 
 Taken out, the guard leaves a hole that the nemesis finds: a holder that was frozen commits late.
 """
