@@ -16,7 +16,7 @@ from tests.support.fleet import Fleet, Ship
 from tests.support.postgres import Postgres, server
 
 CORES = 2
-SETTINGS = {"max_wal_size": "4GB", "min_wal_size": "1GB", "shared_buffers": "512MB"}
+SETTINGS = {"fsync": "on", "max_wal_size": "4GB", "min_wal_size": "1GB", "shared_buffers": "512MB"}
 SEGMENTS = 40
 DURABILITY = ("fsync", "synchronous_commit", "full_page_writes")
 ACTIONS = "benchmarks.actions"

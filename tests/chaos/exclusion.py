@@ -26,7 +26,7 @@ from tests.support.fleet import Fleet, Ship
 from tests.support.postgres import Postgres, eventually
 from tests.support.trial_actions import EFFECTS
 
-CONFIGURATION = "track_commit_timestamp = on\n"
+CONFIGURATION = "track_commit_timestamp = on\nfsync = on\n"
 INSTANCES = 3
 # Each run strikes so often and no more: a run that was at work when twenty instances died has failed.
 TIMES = 60

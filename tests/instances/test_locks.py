@@ -133,7 +133,9 @@ def test_an_operator_sees_who_holds_a_lock_and_takes_it_away(fleet: Fleet) -> No
     assert run("release", "trial", "--reason", "again", address=fleet.address).returncode == 5
     with psycopg.connect(fleet.address) as session:
         audit = session.execute("SELECT name, token, reason FROM flotilla.lock_releases").fetchall()
+        overlaps = session.execute("SELECT * FROM flotilla.lock_overlaps").fetchall()
     assert audit == [("trial", 1, "it hangs")]
+    assert overlaps == [], "a release is no anomaly"
 
 
 def test_a_lock_is_taken_away_over_http_with_a_reason_that_is_kept_with_the_name_of_the_key(fleet: Fleet) -> None:

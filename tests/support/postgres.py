@@ -19,8 +19,11 @@ from app.fleet.db.namespace import Namespace
 
 Answer = TypeVar("Answer")
 
+# Without fsync, because these servers crash and the machine does not: what was written is there after any kill. Who
+# measures, or means durability, asks for it.
 CONFIGURATION = """
 listen_addresses = '127.0.0.1'
+fsync = off
 max_connections = 400
 log_lock_waits = on
 wal_level = replica
