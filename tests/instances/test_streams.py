@@ -133,6 +133,7 @@ def test_a_database_that_is_away_is_a_pause_in_the_stream(own_postgres: Postgres
             assert watcher.connections == 1
             assert watcher.is_complete()
             assert watcher.told == watchers[0].told
+        assert watchers[0].attempts == [1]
 
 
 def test_the_feed_is_the_same_at_every_instance_and_goes_on_elsewhere(fleet: Fleet) -> None:
