@@ -26,10 +26,12 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_it(fleet: Fleet) -> None:
     # Each has room for one run, so that each has one.
     ships = fleet.start(2, FLOTILLA_CONCURRENCY="1")
-    # What may be late, and as much again for answers that took their time. On a machine that is busy they may take
-    # more, in one round or the other; what comes from the freeze would be there in each.
-    allowed = 2 * LATE * RATE
-    assert any(excess_with_a_freeze(ships) <= allowed for _ in range(ROUNDS))
+    # What may be late, and no more: what is promised. On a machine that is busy, answers take their time as well, in
+    # one round or the other; what came from the freeze would be there in each.
+    found: list[float] = []
+    while not found or (found[-1] > LATE * RATE and len(found) < ROUNDS):
+        found.append(excess_with_a_freeze(ships))
+    assert found[-1] <= LATE * RATE, found
 
 
 def excess_with_a_freeze(ships: Sequence[Ship]) -> float:
