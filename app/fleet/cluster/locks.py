@@ -32,6 +32,9 @@ blocks the event loop keeps its lock. An instance that holds none asks nothing.
     the answer to taking it is lost, or the  after `ttl`: nobody renews it     does not begin; has ended
     server crashes right after its release
 
+That two act as holders at once is not believed, and looked for all the same: a renewal that finds another one in a lock
+of ours, let in before ours was over by our own clock, writes it down (`lock_overlaps`), and it is an anomaly.
+
 No statement here waits for a row that somebody has locked, the operator's excepted: it may be a guarded transaction of
 the caller's own. What had to be skipped, and what no notification told, is seen by who waits: they look, soon at first
 and then ever more rarely.
