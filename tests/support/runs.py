@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import pytest
 
 from app.fleet import Run
 from app.fleet.engine import runs
@@ -27,6 +29,16 @@ class Desk:
     @property
     def engine(self) -> Engine:
         return self.running.context.engine
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Until the end, the lookout does not see whose its runs are: it would stop one that was taken over."""
+
+        async def overlook(*_: object) -> None: ...
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.engine.lookout, "_compare", overlook)
+            yield
 
     async def trigger(self, action: str, payload: Any = None, **order: Any) -> int:
         (done,) = await self.engine.triggers.trigger([Order(action, payload, **order)])
