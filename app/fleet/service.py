@@ -20,6 +20,12 @@ async def let_go(task: "asyncio.Task[Any] | None") -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
+def disown(task: "asyncio.Task[Any]") -> None:
+    """Let the process end although this task never does: the loop's end waits for every task it knows."""
+    asyncio._unregister_task(task)  # noqa: SLF001 — documented, under this name
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 — it is in the log already
+
+
 async def woken(event: asyncio.Event, seconds: float | None) -> None:
     """Wait for an event, or for that long."""
     with suppress(TimeoutError):

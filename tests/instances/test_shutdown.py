@@ -298,6 +298,18 @@ def test_the_watchdog_ends_a_process_that_cannot_end_itself(fleet: Fleet) -> Non
     stuck.join()
 
 
+@pytest.mark.parametrize("mode", ALONE)
+def test_a_singleton_that_does_not_end_holds_up_no_process(fleet: Fleet, mode: Mode) -> None:
+    """At Ctrl-C, after which all tasks are waited for; a SIGTERM ends the process with no more ado."""
+    (ship,) = fleet.start(1, mode, FLOTILLA_ACTIONS="tests.support.trial_deaf")
+    eventually(lambda: ship.lines("singleton.began"))
+    ship.signal(signal.SIGINT)
+    ship.wait_exit(within=20)
+    assert ship.lines("singleton.abandoned")
+    for steps in records(fleet.address).values():
+        assert [step["outcome"] for step in steps] == ["done"] * len(STEPS)
+
+
 def test_nothing_is_left_in_the_database_after_an_orderly_end(fleet: Fleet, postgres: Postgres) -> None:
     ships = fleet.start(2)
     for ship in ships:

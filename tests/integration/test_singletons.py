@@ -1,6 +1,7 @@
 """Singletons: whoever has the lock runs it, and whatever it does, somebody has the next turn."""
 
 import asyncio
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -71,9 +72,35 @@ async def test_one_that_ignores_its_end_holds_up_no_shutdown(address: str) -> No
         await service.start()
         await asyncio.wait_for(begun.wait(), 10)
         await asyncio.wait_for(service.stop(), 10)
-        (task,) = service._tasks
+        (task,) = service._tasks.values()
         assert not task.done()
+        assert task not in asyncio.all_tasks(), "the end of the process would wait for it"
         task.cancel()
+        await asyncio.wait_for(asyncio.wait([task]), 10)
+
+
+async def test_one_that_returns_when_it_is_to_end_has_no_other_turn(address: str) -> None:
+    tokens: list[int] = []
+
+    @singleton("polite")
+    async def polite(turn: Held) -> None:
+        tokens.append(turn.token)
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+    async with desk(address) as here:
+        service = service_of(here, polite)
+        await service.start()
+
+        async def begun() -> bool:
+            return bool(tokens)
+
+        await soon(begun)
+        (task,) = service._tasks.values()
+        await service.stop()
+        await asyncio.wait_for(asyncio.wait([task]), 10)
+        assert tokens == [1]
+        assert await here.sql("SELECT instance_id FROM service_locks") == [(None,)]
 
 
 async def test_of_two_instances_one_runs_it_and_hands_it_over_when_it_drains(address: str) -> None:

@@ -11,7 +11,8 @@ what a lock has (`locks.py`): a token, `turn.guard(session)`, and an end when th
 
     its instance                    runs it next                       after
     drains                          whoever has waited longest         the function has ended: at the flag it is
-                                                                       cancelled, and its lock is passed on
+                                                                       cancelled, and its lock is passed on; one
+                                                                       that ignores that has it until the process ends
     is killed                       whoever has waited longest         the verdict, in a fraction of a second
     is frozen, or cut off           whoever has waited longest         the verdict, or `TTL`
     (the function) returns          whoever has waited longest         at once; this one queues again after `REST`
@@ -32,7 +33,7 @@ import psycopg
 
 from app.fleet.cluster.locks import RESERVED, Held, Locks, Wanted
 from app.fleet.errors import ActionInvalid, DatabaseError, LockLost
-from app.fleet.service import Service
+from app.fleet.service import Service, disown
 from app.fleet.telemetry.logs import events, request_id
 
 NAME = re.compile(r"[a-z][a-z0-9._-]{0,99}")
@@ -86,31 +87,34 @@ class Singletons(Service):
         super().__init__()
         self._locks = locks
         self._declared: Sequence[Singleton] = ()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def declare(self, declared: Sequence[Singleton]) -> None:
         """Say which there are, before the start."""
         self._declared = declared
 
-    async def hand_over(self) -> None:
-        """End those that run here, and wait for no turn any more: this instance drains."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=HAND_OVER)
-
     async def _start(self) -> None:
-        self._tasks = [
-            asyncio.create_task(self._stand_by(each), name=f"singleton-{each.name}") for each in self._declared
-        ]
+        self._tasks = {
+            each.name: asyncio.create_task(self._stand_by(each), name=f"singleton-{each.name}")
+            for each in self._declared
+        }
 
     async def _stop(self) -> None:
-        await self.hand_over()
+        """End those that run here, and take no turn any more: this instance drains."""
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=HAND_OVER)
+        for name, task in self._tasks.items():
+            if not task.done():
+                log.error("singleton.abandoned", singleton=name)
+                disown(task)
 
     async def _stand_by(self, one: Singleton) -> None:
         request_id.set(f"singleton/{one.name}")
         rest = REST
-        while True:
+        # One that catches its cancellation at a drain, and returns, has no other turn for that.
+        while self.running:
             try:
                 async with self._locks.hold(Wanted(RESERVED + one.name, TTL, request_id.get()), None, "cancel") as turn:
                     log.info("singleton.began", singleton=one.name, token=turn.token)

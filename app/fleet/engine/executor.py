@@ -43,7 +43,7 @@ from app.fleet.engine.taking import ACTION, WIDTH
 from app.fleet.engine.watch import Watch
 from app.fleet.errors import DatabaseError, Fenced, GiveUp, NotJson, PayloadInvalid, TryAgain
 from app.fleet.phase import Course
-from app.fleet.service import Service, let_go, woken
+from app.fleet.service import Service, disown, let_go, woken
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.relay import CHANGED, Relay
 from app.fleet.telemetry.logs import events, request_id
@@ -407,12 +407,6 @@ class Executor(Service):
     def _on_fenced(self, run: Run[Any]) -> None:
         if self._running.get(run.id) is run:
             self._end(run, "fenced")
-
-
-def disown(task: "asyncio.Task[None]") -> None:
-    """Let the process end although this task never does: the loop's end waits for every task it knows."""
-    asyncio._unregister_task(task)  # noqa: SLF001 — documented, under this name
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 — it is in the log already
 
 
 def deliver(done: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
