@@ -237,8 +237,9 @@ class Executor(Service):
         self._appetite = min(self._appetite * GROWTH, BATCH) if len(rows) >= room else FIRST
         for row in rows:
             self._begin(row)
-        if rows:
-            # They begin before more is claimed.
+        if 0 < len(rows) < room:
+            # They begin before more is claimed. In a flood it is the other way round: the next claim is under way while
+            # they run.
             await asyncio.sleep(0)
 
     def _begin(self, row: tuple[Any, ...]) -> None:

@@ -47,7 +47,8 @@ from app.fleet.stream.feed import noted
 from app.fleet.telemetry.logs import events
 
 BACK_UP = 1.0
-BATCH = 1000
+# More than a thousand, so that a thousand are known to be all.
+BATCH = 1024
 RETRY = 0.1
 AFTER_DEFECT = 1.0
 CONTENDED = 0.02
