@@ -306,6 +306,22 @@ async def test_lines_that_there_was_no_room_for_are_asked_for_again(address: str
         assert not one.claimant.ready.due(asyncio.get_running_loop().time())
 
 
+async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address: str) -> None:
+    async with table(address, declare()) as here:
+        for key in ("a", "b", "x", "y"):
+            await line(here, key, 2)
+        one = await here.instance("one")
+        assert len(await one.claim()) == 4
+        await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
+        await told(one)
+        ring = one.claimant.ready._spots[here.catalogue.id_of("tick"), LINES].ring
+        assert isinstance(ring, Ring)
+        # All are asked for, and of what is left of the round, two are met.
+        ring.ask(["x", "y", "a", "b"])
+        ring.after, ring.start, ring.wrapped = "y", "b", False
+        assert len(await one.claim(room=4, everywhere=False)) == 4
+
+
 async def test_what_is_told_while_lines_are_looked_at_is_found_also_behind_what_that_look_has_come_past(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,8 @@ WITH RECURSIVE {ME}, open AS MATERIALIZED (
 ), heads AS (
     SELECT head, later FROM line
     UNION ALL
-    SELECT CASE WHEN free THEN id END, later FROM ended
+    -- Not one that was met as well: it would take the room of two.
+    SELECT CASE WHEN free THEN id END, later FROM ended WHERE id NOT IN (SELECT head FROM line WHERE head IS NOT NULL)
 ), picked AS MATERIALIZED (
     SELECT r.id
     FROM heads AS h, LATERAL (
