@@ -90,9 +90,18 @@ class Nemesis:
     chance: random.Random
     acts: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def kinds(self) -> dict[Callable[[], None], int]:
+        """What it may do, and how often beside the others."""
+        return {self.kill: 3, self.freeze: 4, self.cut: 2, self.crash: 1}
+
+    @property
+    def has_done_all(self) -> bool:
+        return len(self.acts) == len(self.kinds)
+
     def act(self) -> None:
         """Do something: each of them once, and then some more often than others."""
-        kinds: dict[Callable[[], None], int] = {self.kill: 3, self.freeze: 4, self.cut: 2, self.crash: 1}
+        kinds = self.kinds
         new = [kind for kind in kinds if kind.__name__ not in self.acts]
         (kind,) = self.chance.choices(new or list(kinds), [kinds[each] for each in new] or list(kinds.values()))
         kind()
@@ -131,7 +140,7 @@ class Nemesis:
 
 
 def strike(postgres: Postgres, folder: Path, *, rounds: int, calm: int, seed: int, guarded: bool = True) -> Verdict:
-    """Have the lock taken so often, with an act of the nemesis for each `calm` effects, and judge.
+    """Have the lock taken so often or more, with an act of the nemesis for each `calm` effects, each once, and judge.
 
     The server must have `CONFIGURATION`.
     """
@@ -143,9 +152,13 @@ def strike(postgres: Postgres, folder: Path, *, rounds: int, calm: int, seed: in
     with Fleet(address, folder, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
         nemesis = Nemesis(postgres, fleet, fleet.start(INSTANCES), chance)
         strike = {"action": "strike", "payload": {"times": TIMES, "dwell": DWELL, "guarded": guarded}}
-        strikers = nemesis.ships[0].trigger_all([strike] * -(-rounds // TIMES))
+        strikers: list[int] = []
         seen = 0
-        while seen < rounds - calm:
+        while seen < rounds - calm or not nemesis.has_done_all:
+            # Who strikes on while somebody is frozen may be done before everything has happened.
+            missing = max(rounds, seen + 2 * calm) - len(strikers) * TIMES
+            if missing > 0:
+                strikers += nemesis.ships[-1].wait_ready().trigger_all([strike] * -(-missing // TIMES))
             seen = until(address, seen + calm)
             nemesis.act()
         last = nemesis.ships[-1].wait_ready()
