@@ -16,6 +16,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[Desk]:
     async with desk(address) as own:
+        await own.led()
         yield own
 
 

@@ -40,6 +40,15 @@ class Desk:
             patch.setattr(self.engine.lookout, "_compare", overlook)
             yield
 
+    async def led(self) -> None:
+        """Wait until somebody leads; that nobody does is an anomaly."""
+
+        async def somebody() -> bool:
+            view = (await self.running.client.get("/health/instances")).json()
+            return "no_leader" not in [each["kind"] for each in view["anomalies"]]
+
+        await soon(somebody)
+
     async def trigger(self, action: str, payload: Any = None, **order: Any) -> int:
         (done,) = await self.engine.triggers.trigger([Order(action, payload, **order)])
         return done.id
