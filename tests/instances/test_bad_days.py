@@ -1,5 +1,6 @@
 """Actions that misbehave, releases that differ: what goes wrong stays where it is, and says so."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +49,11 @@ def test_with_an_action_declared_wrongly_the_service_does_not_start_and_says_whi
 
 def test_a_run_that_blocks_its_instance_is_ended_by_another(fleet: Fleet) -> None:
     (blocked,) = fleet.start()
-    run_id = blocked.trigger("block", {"seconds": 120})["id"]
+    # From outside: an answer of its own may be what it blocks.
+    order = ["trigger", "block", "--payload", '{"seconds": 120}', "--json"]
+    made = run(*order, address=fleet.address, env={"FLOTILLA_ACTIONS": TRIAL})
+    assert made.returncode == 0, made.stderr
+    run_id = json.loads(made.stdout)["id"]
     eventually(lambda: blocked.lines("run.blocks_loop"))
     (other,) = fleet.start()
     ended = other.ended(run_id, within=40)
