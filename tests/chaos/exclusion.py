@@ -140,7 +140,9 @@ class Nemesis:
 
 
 def strike(postgres: Postgres, folder: Path, *, rounds: int, calm: int, seed: int, guarded: bool = True) -> Verdict:
-    """Have the lock taken so often or more, with an act of the nemesis for each `calm` effects, each once, and judge.
+    """Have the lock taken so often, and judge; with an act of the nemesis for each `calm` effects.
+
+    It goes on until each kind of act has been there.
 
     The server must have `CONFIGURATION`.
     """
