@@ -19,6 +19,7 @@ from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import DatabaseError
 from app.fleet.settings import FleetSettings
+from app.fleet.telemetry.redaction import redact
 
 CLOCK_TOLERANCE = 2.0
 
@@ -41,6 +42,9 @@ class Finding:
     level: Level
     subject: str
     detail: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", redact(self.detail))
 
 
 def examine(settings: FleetSettings) -> list[Finding]:

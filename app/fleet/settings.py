@@ -10,19 +10,24 @@ A service adds its own settings by subclassing (see `app/settings.py`).
 import difflib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.fleet.errors import SettingsError
+from app.fleet.telemetry import redaction
 
 PREFIX = "FLOTILLA_"
 NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 # A key as it is configured: who, what it may do, and the SHA-256 of the secret (which is random, so no salt is needed).
 KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64}):(?P<scope>read|operate|admin):(?P<digest>[0-9a-f]{64})")
+PASSWORD = re.compile(r"\bpassword\s*=\s*(?:'((?:[^'\\]|\\.)*)'|(\S+))")
 # What every step of the shutdown besides drain and pause may take together, and what the watchdog keeps in reserve.
 STEPS_RESERVE = 14.0
 WATCHDOG_RESERVE = 3.0
@@ -81,9 +86,18 @@ class FleetSettings(BaseSettings):
         """Read the environment; raise `SettingsError` with a text for the person who set it."""
         refuse_unknown(cls)
         try:
-            return cls(**values)
+            settings = cls(**values)
         except ValidationError as error:
             raise SettingsError(explain(error)) from None
+        redaction.remember(settings.secrets())
+        return settings
+
+    def secrets(self) -> Iterator[str]:
+        """Return what must never be written anywhere: the secrets, and of addresses the passwords in them."""
+        for value in vars(self).values():
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, SecretStr):
+                    yield from passwords(each.get_secret_value())
 
     @property
     def production(self) -> bool:
@@ -175,6 +189,17 @@ class FleetSettings(BaseSettings):
                 "no API_KEYS are set, and ENVIRONMENT is 'production': anyone could read and operate this service. "
                 "Make one with `flotilla key NAME --scope admin` and set FLOTILLA_API_KEYS to the line it prints"
             )
+
+
+def passwords(secret: str) -> Iterator[str]:
+    """Return the password in an address or in libpq's key=value form; of any other secret, the secret itself."""
+    if "://" in secret:
+        with suppress(ValueError):
+            yield from filter(None, [urlsplit(secret).password])
+    elif found := PASSWORD.search(secret):
+        yield found[1] or found[2]
+    else:
+        yield secret
 
 
 def known_names(settings: type[FleetSettings]) -> set[str]:

@@ -93,6 +93,19 @@ async def give_up(_: Run) -> None:
     raise GiveUp("there is no such parcel")
 
 
+@action("leak", retries=0)
+async def leak(_: Run) -> None:
+    raise GiveUp("postgresql://u:sekret@h, password=hunter2 it said")
+
+
+@action("write-twice", retries=0)
+async def write_twice(_: Run) -> None:
+    async with session() as own:
+        await own.execute(text("CREATE TEMPORARY TABLE mails (address text UNIQUE) ON COMMIT DROP"))
+        for _number in range(2):
+            await own.execute(text("INSERT INTO mails VALUES (:address)"), {"address": "ann@example.org"})
+
+
 @action("not-json")
 async def not_json(_: Run) -> object:
     return object()

@@ -34,7 +34,8 @@ import psycopg
 from app.fleet.cluster.link import Link, clock
 from app.fleet.cluster.registry import GRACE, RELINK_GRACE, Identity, Register, Session
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
-from app.fleet.telemetry.logs import events, redact
+from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.redaction import redact
 
 LOOK = 0.135
 PRUNE_EVERY = 60.0

@@ -35,7 +35,8 @@ import psycopg
 from app.fleet.cluster.registry import Identity, Register, Registration, Session
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.errors import FleetError
-from app.fleet.telemetry.logs import events, redact
+from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.redaction import redact
 
 BEAT = 1.0
 RETRY = 0.05

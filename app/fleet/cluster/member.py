@@ -38,6 +38,7 @@ from app.fleet.phase import Phase
 from app.fleet.service import Service
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs
+from app.fleet.telemetry.redaction import redact
 
 # Beside the pool's: the link, and the place in the queue for leadership.
 SESSIONS_OF_ITS_OWN = 2
@@ -270,4 +271,4 @@ class Member(Service):
                 self._register.write_shutdown(session, identifier, self._shutdown_record)
         except (psycopg.Error, FleetError) as error:
             # The log has every step; the row only lacks the last.
-            log.info("shutdown.record_unwritten", reason=logs.redact(str(error)))
+            log.info("shutdown.record_unwritten", reason=redact(str(error)))

@@ -14,7 +14,7 @@ from app.fleet.errors import (
     DatabaseUnreachable,
     DirectConnectionRequired,
 )
-from app.fleet.telemetry.logs import redact
+from app.fleet.telemetry.redaction import redact
 
 OLDEST = 14
 

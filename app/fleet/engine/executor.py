@@ -47,6 +47,7 @@ from app.fleet.service import Service, disown, let_go, woken
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.relay import CHANGED, Relay
 from app.fleet.telemetry.logs import events, request_id
+from app.fleet.telemetry.redaction import describe
 
 BATCH = 500
 # The first claim after a pause takes few, so that a handful of runs is shared; each one that finds more takes more.
@@ -422,11 +423,10 @@ def deliver(done: "asyncio.Future[Any]", value: Any, error: BaseException | None
 
 
 def told(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    kind = type(error).__name__
+    text = describe(error)
     if isinstance(error, asyncio.CancelledError):
-        return "it was cancelled from inside" + (f": {text}" if text else "")
-    return f"{kind}: {text}" if text else kind
+        return text.replace(type(error).__name__, "it was cancelled from inside", 1)
+    return text
 
 
 def exceeded(action: Action[Any], run: Run[Any]) -> str:

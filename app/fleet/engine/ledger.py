@@ -45,6 +45,7 @@ from app.fleet.stream import events as stream
 from app.fleet.stream.feed import noted
 from app.fleet.stream.relay import CHANGED, SAID, Relay
 from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.redaction import redact
 
 Answer = TypeVar("Answer")
 
@@ -488,6 +489,6 @@ def worth_repeating(error: BaseException) -> bool:
 
 
 def storable(text: str) -> str:
-    """Make a text PostgreSQL takes, of whatever an exception had to say."""
-    clean = text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
+    """Return the text without secrets, and as PostgreSQL takes it: without NUL and lone surrogates, bounded."""
+    clean = redact(text).replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
     return clean if len(clean) <= ERROR_MOST else clean[:ERROR_MOST] + " …"

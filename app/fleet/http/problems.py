@@ -46,6 +46,7 @@ from app.fleet.errors import (
     RunUnknown,
 )
 from app.fleet.telemetry.logs import events, request_id
+from app.fleet.telemetry.redaction import redact
 
 log = events(__name__)
 
@@ -199,7 +200,7 @@ def problem(
         "type": f"/problems/{kind.slug}",
         "title": kind.title,
         "status": kind.status,
-        "detail": detail,
+        "detail": redact(detail),
         "instance": request.url.path,
         "request_id": request_id.get(),
         **extra,
