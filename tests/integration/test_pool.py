@@ -224,6 +224,27 @@ async def test_a_lane_whose_connection_broke_while_idle_makes_room_for_another(a
         await lane.close()
 
 
+async def test_a_borrower_that_is_cancelled_at_any_point_leaves_no_connection_in_autocommit(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the event loop is busy, psycopg lets other tasks run inside of `set_autocommit`."""
+    monkeypatch.setattr("psycopg.waiting.MAX_BUSY_TIME", 0.0)
+
+    async def borrow(database: Database) -> None:
+        async with database.autocommit() as connection:
+            await connection.execute("SELECT 1")
+
+    async with pool(address, pool_min=1, pool_max=1) as database:
+        for turns in range(12):
+            borrowing = asyncio.create_task(borrow(database))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            borrowing.cancel()
+            await asyncio.gather(borrowing, return_exceptions=True)
+            async with database.connection() as connection:
+                assert not connection.autocommit, f"cancelled after {turns} turns of the event loop"
+
+
 async def jit_by_default(address: str) -> object:
     async with await psycopg.AsyncConnection.connect(address) as connection:
         return await (await connection.execute("SHOW jit")).fetchone()

@@ -204,8 +204,10 @@ class Database(Service):
     async def autocommit(self) -> AsyncIterator[Connection]:
         """Borrow a connection on which every statement is a transaction of its own."""
         async with self.connection() as connection:
-            await connection.set_autocommit(True)
             try:
+                # Inside, because it may be cancelled here, after the mode has changed: psycopg lets the event loop run
+                # once even when there is nothing to wait for. The next borrower would have no transaction then.
+                await connection.set_autocommit(True)
                 yield connection
             finally:
                 if connection.info.transaction_status is IDLE:
