@@ -10,8 +10,7 @@ ARG BASE=python:3.13-slim
 FROM ${BASE} AS build
 RUN python -m venv /opt/venv
 COPY requirements.lock /tmp/
-# Nothing is installed that the lock has no hash for, and nothing that would run code to be built. pip leaves in the
-# same step: what runs in production installs nothing.
+# Nothing is installed that the lock has no hash for, and nothing that would run code to be built.
 RUN /opt/venv/bin/pip install --no-cache-dir --require-hashes --only-binary=:all: --requirement /tmp/requirements.lock \
  && /opt/venv/bin/pip uninstall --yes pip
 # Without a shell around it, so that Python itself is process 1 and has the signals.
@@ -26,6 +25,8 @@ WORKDIR /srv/flotilla
 RUN /opt/venv/bin/python -m compileall -q app
 
 FROM ${BASE}
+# What runs in production installs nothing: neither this pip nor the virtual environment's is in the final image.
+RUN rm -rf "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/pip* /usr/local/bin/pip*
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /srv/flotilla /srv/flotilla
 ENV PATH=/opt/venv/bin:$PATH \

@@ -13,7 +13,8 @@ the run are one transaction, the first one after the chat's answer.
 So the chat has every alert at least once, and twice only in the last three cases. `Idempotency-Key` is the same in all
 attempts at one alert: a chat that looks at it shows each once.
 
-An alert that was tried a thousand times has failed: `flotilla runs retry-all deliver-alert` when the chat is back.
+An alert that was tried a thousand times has failed: `flotilla runs retry-all --action deliver-alert` when the chat is
+back.
 """
 
 import httpx

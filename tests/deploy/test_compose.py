@@ -77,6 +77,14 @@ def test_it_starts_without_any_preparation(services: dict[str, Service], name: s
 
 
 @pytest.mark.parametrize("name", [*INSTANCES, "migrate"])
+def test_its_containers_read_a_file_of_their_own_and_not_the_one_of_make_up(
+    services: dict[str, Service], name: str
+) -> None:
+    assert services[name]["env_file"] == [{"path": "compose.env", "required": False}]
+    assert "compose.env" in (ROOT / ".gitignore").read_text().split()
+
+
+@pytest.mark.parametrize("name", [*INSTANCES, "migrate"])
 def test_it_starts_in_production_when_it_is_given_keys(services: dict[str, Service], name: str) -> None:
     given = {"FLOTILLA_ENVIRONMENT": "production", "FLOTILLA_API_KEYS": API_KEYS, "POSTGRES_PASSWORD": "secret"}
     settings = settings_under(environment(services[name], **given))
