@@ -1,5 +1,6 @@
 """Durations as people write them: `30s`, `5m`, `1h30m`, `500ms`; or a number of seconds, or a timedelta."""
 
+import math
 import re
 from datetime import timedelta
 
@@ -7,6 +8,8 @@ UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 60480
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
 
 Duration = str | float | timedelta
+# The longest that a service may be given. PostgreSQL could add more to an instant than Python can read.
+LONGEST = 366 * 86400.0
 
 
 def seconds(duration: Duration) -> float:
@@ -27,3 +30,14 @@ def written(duration: float) -> str:
         if duration >= UNITS[unit] and duration % UNITS[unit] == 0:
             return f"{duration / UNITS[unit]:.0f}{unit}"
     return f"{duration:.12g}s" if duration >= 1 or duration == 0 else f"{duration * 1000:.12g}ms"
+
+
+def wait(duration: Duration) -> float:
+    """Read how long to wait: from 0 seconds to `LONGEST`."""
+    try:
+        value = seconds(duration)
+    except OverflowError:
+        value = math.inf
+    if not 0 <= value <= LONGEST:
+        raise ValueError(f"a wait is from 0 s to {written(LONGEST)}, and not {value:g} s")
+    return value
