@@ -35,6 +35,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.fleet.cluster.commands import log_commands
 from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
 from app.fleet.db import dsn, migrations, preflight
@@ -115,6 +116,7 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     )
     # Before it joins: whoever declares somebody gone must know what that means for runs and locks.
     shared = Coordination(database, member)
+    log_commands(member)
     stream = Stream(database, member)
     engine = Engine(settings, database, member, catalogue, context.course, stream, shared)
     services.append(member)

@@ -110,11 +110,11 @@ async def test_a_route_that_fails_after_its_trigger_leaves_neither_mailing_nor_r
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
-        ({"subject": " "}, "body.subject"),
-        ({"subject": "a\x00b"}, "body.subject"),
-        ({"recipients": []}, "body.recipients"),
-        ({"recipients": ["nobody"]}, "body.recipients.0"),
-        ({"recipients": ["a@b"] * 1001}, "body.recipients"),
+        ({"subject": " "}, "subject"),
+        ({"subject": "a\x00b"}, "subject"),
+        ({"recipients": []}, "recipients"),
+        ({"recipients": ["nobody"]}, "recipients.0"),
+        ({"recipients": ["a@b"] * 1001}, "recipients"),
     ],
 )
 async def test_a_mailing_that_cannot_be_sent_is_refused_and_nothing_is_written(

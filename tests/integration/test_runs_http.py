@@ -338,14 +338,14 @@ async def test_two_who_retry_at_the_same_moment_retry_each_run_once(here: Desk) 
     ("body", "kind", "field"),
     [
         ({"action": "nothing"}, "not-found", None),
-        ({}, "invalid", "body.action"),
-        ({"action": "noop", "state": ["succeeded"]}, "invalid", "body.state.0"),
-        ({"action": "noop", "state": []}, "invalid", "body.state"),
-        ({"action": "noop", "since": "soon"}, "invalid", "body.since"),
-        ({"action": "noop", "since": -1}, "invalid", "body.since"),
-        ({"action": "noop", "until": 1e300}, "invalid", "body.until"),
-        ({"action": "noop", "limit": 0}, "invalid", "body.limit"),
-        ({"action": "noop", "ids": [1]}, "invalid", "body.ids"),
+        ({}, "invalid", "action"),
+        ({"action": "noop", "state": ["succeeded"]}, "invalid", "state.0"),
+        ({"action": "noop", "state": []}, "invalid", "state"),
+        ({"action": "noop", "since": "soon"}, "invalid", "since"),
+        ({"action": "noop", "since": -1}, "invalid", "since"),
+        ({"action": "noop", "until": 1e300}, "invalid", "until"),
+        ({"action": "noop", "limit": 0}, "invalid", "limit"),
+        ({"action": "noop", "ids": [1]}, "invalid", "ids"),
     ],
 )
 async def test_a_retry_of_many_that_cannot_be_is_refused(

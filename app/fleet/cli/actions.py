@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from app.fleet.cli.terminal import AsJson, at, connected, load, say, say_json, say_table
+from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine import overview
@@ -41,13 +42,13 @@ def actions_command(context: typer.Context, as_json: AsJson = False) -> None:
 @app.command()
 def pause(name: Name, as_json: AsJson = False) -> None:
     """Have nothing of an action scheduled or started, until it is resumed; triggers are accepted and wait."""
-    show(asyncio.run(change(load(), overview.pause, name)), as_json=as_json)
+    show(asyncio.run(change(load(), "actions pause", overview.pause, name)), as_json=as_json)
 
 
 @app.command()
 def resume(name: Name, as_json: AsJson = False) -> None:
     """Let a paused action go on, with its next slot and with the runs that wait."""
-    show(asyncio.run(change(load(), overview.resume, name)), as_json=as_json)
+    show(asyncio.run(change(load(), "actions resume", overview.resume, name)), as_json=as_json)
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -58,9 +59,10 @@ async def everything(settings: FleetSettings) -> list[ActionRecord]:
         return await overview.find_all(connection, namespace, Catalogue.load(settings.actions))
 
 
-async def change(settings: FleetSettings, what: Change, name: str) -> ActionRecord:
+async def change(settings: FleetSettings, command: str, what: Change, name: str) -> ActionRecord:
     async with connected(settings) as (connection, namespace):
         async with connection.transaction():
+            await commands.announce(connection, namespace, command, name)
             await what(connection, namespace, name)
         return await overview.find(connection, namespace, Catalogue.load(settings.actions), name)
 

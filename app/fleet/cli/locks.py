@@ -1,8 +1,6 @@
 """Locks: who holds which, and releasing one whoever holds it."""
 
 import asyncio
-import getpass
-import socket
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
@@ -10,7 +8,7 @@ from typing import Annotated
 import typer
 
 from app.fleet.cli.terminal import AsJson, connected, lasted, load, say, say_json, say_table
-from app.fleet.cluster import holders
+from app.fleet.cluster import commands, holders
 from app.fleet.cluster.holders import LockRecord
 from app.fleet.settings import FleetSettings
 
@@ -48,9 +46,9 @@ async def everything(settings: FleetSettings) -> Sequence[LockRecord]:
 
 
 async def force(settings: FleetSettings, name: str, reason: str) -> LockRecord:
-    by = f"{getpass.getuser()} on {socket.gethostname()}"
     async with connected(settings) as (connection, namespace), connection.transaction():
-        return await holders.force(connection, namespace, name, reason=reason, by=by)
+        await commands.announce(connection, namespace, "release", name)
+        return await holders.force(connection, namespace, name, reason=reason, by=commands.operator())
 
 
 # -- showing ----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from typer.core import TyperGroup
 from app.fleet.cli.follow import follow, follow_all
 from app.fleet.cli.terminal import AsJson, at, connected, load, one_line, own_name_as_typed, say, say_json, say_table
 from app.fleet.cli.terminal import took as duration
+from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.duration import seconds
+from app.fleet.duration import LONGEST_AGO, seconds, written
 from app.fleet.engine import overview, runs
 from app.fleet.engine.runs import AGAIN, RunRecord, State
 from app.fleet.settings import FleetSettings
@@ -82,7 +83,7 @@ def show(
     settings = load()
     if follow_it:
         follow(settings, run, as_json=as_json)
-    record = asyncio.run(do(settings, runs.find, run))
+    record = asyncio.run(look(settings, run))
     if as_json:
         say_json(record)
         return
@@ -94,7 +95,7 @@ def show(
 @app.command()
 def cancel(run: RunId, as_json: AsJson = False) -> None:
     """Cancel a run: at once if it waits; if it runs, its instance is told."""
-    record = asyncio.run(do(load(), runs.cancel, run))
+    record = asyncio.run(do(load(), "runs cancel", runs.cancel, run))
     if as_json:
         say_json(record)
     elif record.state == "running":
@@ -106,7 +107,7 @@ def cancel(run: RunId, as_json: AsJson = False) -> None:
 @app.command()
 def retry(run: RunId, as_json: AsJson = False) -> None:
     """Have a run tried again that failed or was cancelled; one that waits for its time is tried now."""
-    record = asyncio.run(do(load(), runs.retry, run))
+    record = asyncio.run(do(load(), "runs retry", runs.retry, run))
     if as_json:
         say_json(record)
     else:
@@ -133,10 +134,15 @@ def retry_all(
 
 
 def ago(option: str, given: str | None) -> timedelta | None:
+    if given is None:
+        return None
     try:
-        return None if given is None else timedelta(seconds=seconds(given))
+        value = seconds(given)
     except ValueError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
+    if value > LONGEST_AGO:
+        raise typer.BadParameter(f"{option}: at most {written(LONGEST_AGO)}")
+    return timedelta(seconds=value)
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -144,8 +150,14 @@ def ago(option: str, given: str | None) -> timedelta | None:
 Request = Callable[[Connection, Namespace, int], Awaitable[RunRecord]]
 
 
-async def do(settings: FleetSettings, request: Request, run: int) -> RunRecord:
+async def look(settings: FleetSettings, run: int) -> RunRecord:
     async with connected(settings) as (connection, namespace):
+        return await runs.find(connection, namespace, run)
+
+
+async def do(settings: FleetSettings, command: str, request: Request, run: int) -> RunRecord:
+    async with connected(settings) as (connection, namespace), connection.transaction():
+        await commands.announce(connection, namespace, command, f"run {run}")
         return await request(connection, namespace, run)
 
 
@@ -154,7 +166,9 @@ async def revive(
 ) -> int:
     async with connected(settings) as (connection, namespace):
         action_id = await overview.id_of(connection, namespace, action)
-        return await runs.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
+        count = await runs.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
+        await commands.announce(connection, namespace, "runs retry-all", f"{action} {count} runs")
+        return count
 
 
 async def newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[RunRecord]:

@@ -16,6 +16,7 @@ import typer
 
 from app.fleet.cli.follow import follow
 from app.fleet.cli.terminal import AsJson, connected, load, own_name_as_typed, say, say_json
+from app.fleet.cluster import commands
 from app.fleet.engine import overview, runs
 from app.fleet.engine.actions import PRIORITIES, Catalogue
 from app.fleet.engine.overview import ActionRecord
@@ -75,6 +76,7 @@ async def insert_one(settings: FleetSettings, catalogue: Catalogue, order: Order
             raise typer.BadParameter(str(error)) from error
         async with connection.transaction():
             (done,) = await insert(connection, namespace, [prepared], "api")
+            await commands.announce(connection, namespace, "trigger", f"{order.action} run {done.id}")
         run = await runs.find(connection, namespace, done.id)
         return Made(run, done.new, await overview.find(connection, namespace, catalogue, order.action))
 

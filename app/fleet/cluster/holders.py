@@ -14,6 +14,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from app.fleet.cluster.lock_rows import PASS_ON_FREE
+from app.fleet.cluster.options import check_name
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown
@@ -83,8 +84,9 @@ async def list_locks(connection: Connection, namespace: Namespace, name: str | N
 
 async def force(connection: Connection, namespace: Namespace, name: str, *, reason: str, by: str) -> LockRecord:
     """Release a lock whoever holds it, in the transaction of this connection; return what it was."""
-    if not 0 < len(reason.strip()) <= REASON_MOST:
-        raise LockInvalid(f"a forced release needs a reason, of at most {REASON_MOST} letters: it is kept")
+    check_name("lock", name, LockInvalid)
+    if not 0 < len(reason.strip()) <= REASON_MOST or not reason.isprintable():
+        raise LockInvalid(f"a forced release needs a reason, of at most {REASON_MOST} printable letters: it is kept")
     await connection.execute(LIMITED, {"patience": PATIENCE})
     try:
         seized = await (await connection.execute(namespace.sql(SEIZE), {"name": name})).fetchone()

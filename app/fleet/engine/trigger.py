@@ -222,6 +222,9 @@ def prepare(catalogue: Catalogue, order: Order) -> Prepared:
         raise EngineError("run_at needs a time zone: PostgreSQL's clock and yours may be in different ones")
     if order.run_at is not None and not EARLIEST <= order.run_at <= LATEST:
         raise EngineError(f"run_at is between the years {EARLIEST.year} and {LATEST.year}")
+    if order.run_at is not None:
+        # PostgreSQL knows no offset of 16 hours or more.
+        order = replace(order, run_at=order.run_at.astimezone(UTC))
     return Prepared(order, action, catalogue.id_of(order.action), action.encode(order.payload))
 
 

@@ -19,10 +19,12 @@ from app.fleet.engine.runs import RunRecord
 from app.fleet.engine.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown
 from app.fleet.http import idempotency
+from app.fleet.http.audit import about
 from app.fleet.http.auth import needs
 from app.fleet.http.context import Context, InContext
 from app.fleet.http.idempotency import IdempotencyKey
 from app.fleet.http.orders import NEW_RUN, RUN, NewRun, answer, described, not_here, read, records
+from app.fleet.http.problems import refusals
 
 router = APIRouter(prefix="/actions", tags=["actions"], dependencies=[Depends(needs())])
 
@@ -55,7 +57,10 @@ async def show_action(name: str, context: InContext) -> Response:
     "/{name}/runs",
     status_code=202,
     response_model=RunRecord,
-    responses={200: {"model": RunRecord, "description": "The run that this key has made before"}},
+    responses={
+        200: {"model": RunRecord, "description": "The run that this key has made before"},
+        **refusals(409),
+    },
     openapi_extra=described(NewRun),
 )
 async def trigger_action(
@@ -67,6 +72,7 @@ async def trigger_action(
         triggered = await trigger(context, order, idempotency_key)
     except ActionUnknown:
         raise await not_here(context, name) from None
+    about(request, f"{name} run {triggered.id}")
     (run,) = await records(context, [triggered])
     return answer(RUN, run, 202 if triggered.new else 200, Location=f"/runs/{run.id}")
 

@@ -1,8 +1,13 @@
 """API keys: who may read, operate, administrate.
 
-A key is a random secret; the settings hold its SHA-256 only. Scopes contain each other: `admin` may everything,
-`operate` may what `read` may. In production the service refuses to start without keys; in development, with none set,
-everything is open. Probes are open always, and say their status only.
+A key is a random secret; the settings hold its SHA-256 only. Scopes contain each other:
+
+    read       see everything
+    operate    change what runs: trigger, cancel, retry, pause; a service's own routes
+    admin      override what protects data: release a lock that an instance holds
+
+In production the service refuses to start without keys; in development, with none set, everything is open. Probes are
+open always, and answer with their status only. Refused keys are counted, and slowed down (`refusals.py`).
 """
 
 import hashlib
@@ -16,7 +21,7 @@ from fastapi import Depends, Request
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 
 from app.fleet.http.context import Context, InContext
-from app.fleet.http.problems import Forbidden, Unauthorized
+from app.fleet.http.problems import Forbidden, TooManyRequests, Unauthorized
 from app.fleet.settings import KEY, FleetSettings, Scope
 
 RANK: dict[Scope, int] = {"read": 0, "operate": 1, "admin": 2}
@@ -67,19 +72,26 @@ def needs(scope: Scope | None = None) -> Callable[..., Awaitable[None]]:
             return
         given = token.credentials if token else key
         if not given:
+            context.refusals.count("missing")
             raise Unauthorized(
                 f"this needs an API key with the scope {needed!r}: send `Authorization: Bearer …`",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         granted = scope_of(context.settings, given)
         if granted is None:
+            if wait := context.refusals.unknown_key(request.client.host if request.client else ""):
+                raise TooManyRequests(
+                    "too many requests with unknown API keys came from this address: check the key, then try again",
+                    retry_after=wait,
+                )
             raise Unauthorized(
                 "this API key is not known here: check that it is complete and still configured",
                 headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
             )
-        if RANK[granted] < RANK[needed]:
-            raise Forbidden(f"this needs an API key with the scope {needed!r}, and yours has {granted!r}")
         request.state.key = digest(given)
+        if RANK[granted] < RANK[needed]:
+            context.refusals.count("scope")
+            raise Forbidden(f"this needs an API key with the scope {needed!r}, and yours has {granted!r}")
 
     return authorise
 
@@ -90,8 +102,7 @@ def key_of(request: Request) -> str | None:
     return key
 
 
-def name_of_key(context: Context, request: Request) -> str | None:
-    """Return what the key of a request is called, for what is written down."""
-    key = key_of(request)
+def name_of_key(context: Context, key: str | None) -> str | None:
+    """Return the name of a key, for what is written down."""
     found = line_of(context.settings, key) if key is not None else None
     return found["name"] if found is not None else None

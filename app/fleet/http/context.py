@@ -13,6 +13,7 @@ from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.problems import Unavailable
 from app.fleet.http.readiness import Readiness
+from app.fleet.http.refusals import Refusals
 from app.fleet.phase import Course
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.stream import Stream
@@ -26,6 +27,7 @@ class Context:
     in_flight: int = 0
     # How many streams are open, by the key that opened them.
     open_streams: Counter[str | None] = field(default_factory=Counter)
+    refusals: Refusals = field(default_factory=Refusals)
     # Why the start was refused, if it was.
     refused: FleetError | None = None
     shutdown_seconds: dict[str, float] = field(default_factory=dict)

@@ -5,7 +5,7 @@ Pure ASGI, and one object for all of it, because each thing it does needs the sa
 - a request id, the client's if it sent a sensible one, on the response and on every log line of the request;
 - our own count of requests in flight, which the shutdown waits on: uvicorn forgets requests it has cancelled;
 - the body limit, by the declared length before anything is read, and by what really arrives;
-- the log line of a request that failed, with its id;
+- the log line of a request that failed, with its id, and the one of every request that may change something;
 - security headers, unless a route set them itself;
 - while draining, `Connection: close` on every response, so that clients go elsewhere by themselves;
 - while draining, the clean end of every Server-Sent Events stream: its generator is told that the client left, and
@@ -28,6 +28,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.fleet.errors import FleetError
+from app.fleet.http import audit
 from app.fleet.http.context import Context
 from app.fleet.http.problems import KINDS, HttpError, PayloadTooLarge, problem
 from app.fleet.phase import Phase
@@ -94,6 +95,7 @@ class Exchange:
         self._body_read = False
         self._streams_events = False
         self._started = False
+        self._status: int | None = None
         self._ended = False
         self._listening: asyncio.Timeout | None = None
 
@@ -125,6 +127,7 @@ class Exchange:
             if not self._ended:
                 raise
         finally:
+            audit.record(context, self._scope, self._status)
             context.in_flight -= 1
             request_id.reset(token)
 
@@ -179,6 +182,7 @@ class Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._started = True
+            self._status = message["status"]
             self._dress(MutableHeaders(scope=message))
             self._let_go()
         elif message["type"] == "http.response.body":

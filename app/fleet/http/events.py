@@ -35,7 +35,7 @@ from app.fleet.engine import overview
 from app.fleet.http.auth import key_of, needs
 from app.fleet.http.context import Context, InContext
 from app.fleet.http.edge import RETRY_MS
-from app.fleet.http.problems import HttpError, Unavailable
+from app.fleet.http.problems import HttpError, Unavailable, refusals
 from app.fleet.http.runs import RunId, number_of, states_of
 from app.fleet.stream.channel import Following
 from app.fleet.stream.events import DONE, STATE, Written
@@ -54,7 +54,10 @@ PIECE = 32_768
 
 STREAM: dict[str, Any] = {
     "response_class": StreamingResponse,
-    "responses": {200: {"description": "Server-Sent Events", "content": {EventSourceResponse.media_type: {}}}},
+    "responses": {
+        200: {"description": "Server-Sent Events", "content": {EventSourceResponse.media_type: {}}},
+        **refusals(400, 404),
+    },
 }
 ID = "The id of the last event seen"
 

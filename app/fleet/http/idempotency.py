@@ -25,13 +25,12 @@ from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Header
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection, Database
-from app.fleet.engine.trigger import KEY_MOST, Order, take_turn
+from app.fleet.engine.trigger import Order, take_turn
 from app.fleet.errors import KeyInFlight, KeyReused
+from app.fleet.http.fields import Key
 
 PATIENCE = 0.5
 AGAIN = 0.025
@@ -45,13 +44,6 @@ RETURNING digest
 """
 
 
-def printable(text: str) -> str:
-    if not text.isprintable():
-        raise PydanticCustomError("key", "a key has printable letters only")
-    return text
-
-
-Key = Annotated[str, Field(min_length=1, max_length=KEY_MOST), AfterValidator(printable)]
 IdempotencyKey = Annotated[
     Key | None,
     Header(alias="Idempotency-Key", description="Sent again with the same key, a request has the same answer"),

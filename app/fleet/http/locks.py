@@ -7,10 +7,12 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import TypeAdapter
 
 from app.fleet.cluster import holders
-from app.fleet.cluster.holders import REASON_MOST, LockRecord
-from app.fleet.http.auth import name_of_key, needs
+from app.fleet.cluster.holders import LockRecord
+from app.fleet.http.auth import key_of, name_of_key, needs
 from app.fleet.http.context import InContext
+from app.fleet.http.fields import LockName, ReleaseReason
 from app.fleet.http.orders import answer
+from app.fleet.http.problems import refusals
 
 router = APIRouter(prefix="/locks", tags=["locks"], dependencies=[Depends(needs())])
 
@@ -31,15 +33,17 @@ async def list_locks(context: InContext) -> Response:
         return answer(LOCK_LIST, LockList(list(await holders.list_locks(connection, context.database.namespace))))
 
 
-@router.delete("/{name:path}", response_model=LockRecord)
+@router.delete(
+    "/{name:path}", response_model=LockRecord, dependencies=[Depends(needs("admin"))], responses=refusals(409)
+)
 async def release(
-    name: Annotated[str, Path(description="Its name; it may have slashes in it")],
-    reason: Annotated[str, Query(min_length=1, max_length=REASON_MOST, description="Why; it is kept")],
+    name: Annotated[LockName, Path(description="Its name; it may have slashes in it")],
+    reason: Annotated[ReleaseReason, Query(description="Why; it is kept")],
     context: InContext,
     request: Request,
 ) -> Response:
     """Release a lock whoever holds it. What its holder still guards by it is refused; who did it, and why, is kept."""
-    by = f"API key {key}" if (key := name_of_key(context, request)) else "the API, without a key"
+    by = f"API key {key}" if (key := name_of_key(context, key_of(request))) else "the API, without a key"
     async with context.database.connection() as connection:
         record = await holders.force(connection, context.database.namespace, name, reason=reason, by=by)
     return answer(LOCK, record)

@@ -1,6 +1,7 @@
 """`GET /metrics`: the figures of this instance, for Prometheus. What they mean is in `telemetry/metrics.py`."""
 
 from collections.abc import Mapping
+from typing import get_args
 
 from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -9,6 +10,7 @@ from app.fleet.cluster import anomalies
 from app.fleet.engine.ledger import OUTCOMES, WRITES
 from app.fleet.http.auth import needs
 from app.fleet.http.context import Context, InContext
+from app.fleet.http.refusals import Reason
 from app.fleet.phase import Phase
 from app.fleet.telemetry.metrics import Figures, Value
 
@@ -72,5 +74,6 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_breaker_closed_total": breakers.closed.labelled(),
         "flotilla_breaker_refused_total": breakers.refused.labelled(),
         "flotilla_requests_in_flight": context.in_flight,
+        "flotilla_keys_refused_total": {(reason,): context.refusals.counts[reason] for reason in get_args(Reason)},
         "flotilla_shutdown_step_seconds": {(step,): seconds for step, seconds in context.shutdown_seconds.items()},
     }

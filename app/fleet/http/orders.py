@@ -5,46 +5,26 @@ bytes, and written by another. What does not fit is refused before anything is w
 that is wrong: `priority`, `payload.weight`, `runs.3.payload.weight`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from app.fleet.engine import overview, runs
 from app.fleet.engine.actions import PRIORITIES
 from app.fleet.engine.runs import RunRecord
-from app.fleet.engine.trigger import EARLIEST, LATEST, Order, Triggered
+from app.fleet.engine.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown, FleetError, PayloadInvalid, RunUnknown
 from app.fleet.http.context import Context
-from app.fleet.http.idempotency import Key
-from app.fleet.http.problems import NotFound, Unavailable
+from app.fleet.http.fields import Instant, Key, Payload
+from app.fleet.http.problems import NotFound, Unavailable, listed
 
 MOST = 1000
 
-strictly = json.JSONEncoder(allow_nan=False, check_circular=False).encode
-
 Answer = TypeVar("Answer")
 Body = TypeVar("Body", bound=BaseModel)
-
-
-def finite(payload: Any) -> Any:
-    """Refuse what Python reads as JSON and nobody else does; written again, it would be null."""
-    try:
-        strictly(payload)
-    except ValueError:
-        raise PydanticCustomError("finite", "a number is infinite, or not a number: JSON has neither") from None
-    return payload
-
-
-def within_the_calendar(instant: datetime) -> datetime:
-    if not EARLIEST <= instant <= LATEST:
-        raise PydanticCustomError("calendar", f"must be between the years {EARLIEST.year} and {LATEST.year}")
-    return instant
 
 
 class NewRun(BaseModel):
@@ -52,9 +32,9 @@ class NewRun(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    payload: Annotated[Any, AfterValidator(finite)] = None
+    payload: Payload = None
     key: Key | None = None
-    run_at: Annotated[AwareDatetime, AfterValidator(within_the_calendar)] | None = None
+    run_at: Instant | None = None
     priority: Annotated[int, Field(ge=PRIORITIES[0], le=PRIORITIES[-1])] | None = None
     order_by: Key | None = None
 
@@ -99,9 +79,7 @@ async def read(request: Request, adapter: TypeAdapter[Body]) -> Body:
         return adapter.validate_json(content or b"{}")
     except ValidationError as error:
         parts = error.errors(include_url=False, include_context=False, include_input=False)
-        raise RequestValidationError(
-            [{"loc": part["loc"] or ("body",), "msg": part["msg"]} for part in parts]
-        ) from None
+        raise RequestValidationError([{"loc": ("body", *part["loc"]), "msg": part["msg"]} for part in parts]) from None
 
 
 def answer(adapter: TypeAdapter[Answer], value: Answer, status: int = 200, **headers: str) -> Response:
@@ -163,7 +141,3 @@ def misfits(context: Context, orders: Sequence[Order]) -> PayloadInvalid:
             parts = wrong.errors or [{"field": "payload", "message": str(wrong)}]
             errors += [{**part, "field": f"runs.{number}.{part['field']}"} for part in parts]
     return PayloadInvalid(f"payloads do not fit their actions: {listed(errors)}", errors)
-
-
-def listed(errors: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"{each['field']}: {each['message']}" for each in errors[:3])

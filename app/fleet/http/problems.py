@@ -5,10 +5,16 @@
 
 `type` is a path of this very service: `GET` it for the page that explains it. `detail` says what to do. Nothing of the
 inside goes out: an unexpected error says only under which request id the log has it.
+
+A problem is bounded, whatever was sent: a field's name is repeated, cut to `FIELD_MOST` characters, and `errors` has at
+most `ERRORS_MOST` entries. A field is named by its path, with dots: in the body by that alone (`priority`,
+`runs.3.payload.weight`), elsewhere after the place where it stands (`query.limit`, `header.Idempotency-Key`).
+
+OpenAPI has the shape as the one schema `Problem`, and every status that a route can answer with (`declare`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -17,7 +23,9 @@ import psycopg
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from psycopg_pool import PoolTimeout, TooManyRequests
+from psycopg_pool import PoolTimeout
+from psycopg_pool import TooManyRequests as PoolFull
+from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
@@ -49,6 +57,14 @@ from app.fleet.telemetry.logs import events, request_id
 from app.fleet.telemetry.redaction import redact
 
 log = events(__name__)
+
+# Methods that change nothing.
+SAFE = {"GET", "HEAD", "OPTIONS", "TRACE"}
+ERRORS_MOST = 20
+FIELD_MOST = 100
+MESSAGE_MOST = 300
+DETAIL_MOST = 1000
+PATH_MOST = 500
 
 
 @dataclass(frozen=True)
@@ -128,6 +144,13 @@ KINDS = {
             "what is safe to repeat.",
         ),
         Kind(
+            "outcome-unknown",
+            500,
+            "It is not known whether this took effect",
+            "The connection to the database broke before it confirmed the change. Look whether the change is there "
+            "before you repeat the request. A request with an `Idempotency-Key` can be repeated as it is.",
+        ),
+        Kind(
             "unavailable",
             503,
             "Not now",
@@ -178,6 +201,13 @@ class Conflict(HttpError):
     slug = "conflict"
 
 
+class TooManyRequests(HttpError):
+    slug = "too-many-requests"
+
+    def __init__(self, detail: str, *, retry_after: float) -> None:
+        super().__init__(detail, headers={"Retry-After": str(max(1, math.ceil(retry_after)))})
+
+
 class PayloadTooLarge(HttpError):
     slug = "payload-too-large"
 
@@ -194,18 +224,47 @@ class Problem(JSONResponse):
 
 
 def problem(
-    request: Request, kind: Kind, detail: str, *, headers: Mapping[str, str] | None = None, **extra: Any
+    request: Request,
+    kind: Kind,
+    detail: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    errors: Sequence[Mapping[str, Any]] | None = None,
+    **extra: Any,
 ) -> Problem:
     body = {
         "type": f"/problems/{kind.slug}",
         "title": kind.title,
         "status": kind.status,
-        "detail": redact(detail),
-        "instance": request.url.path,
+        "detail": cut(redact(detail), DETAIL_MOST),
+        "instance": cut(request.url.path, PATH_MOST),
         "request_id": request_id.get(),
         **extra,
     }
+    if errors is not None:
+        body["errors"] = [
+            {"field": cut(each["field"], FIELD_MOST), "message": cut(redact(each["message"]), MESSAGE_MOST)}
+            for each in errors[:ERRORS_MOST]
+        ]
+        if len(errors) > ERRORS_MOST:
+            body["errors_left_out"] = len(errors) - ERRORS_MOST
     return Problem(body, status_code=kind.status, headers=dict(headers or {}))
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def listed(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Write the first errors as one text."""
+    first = "; ".join(f"{cut(each['field'], FIELD_MOST)}: {each['message']}" for each in errors[:3])
+    return first + (f"; and {len(errors) - 3} more" if len(errors) > 3 else "")
+
+
+def field_of(location: Sequence[str | int]) -> str:
+    """Name a field by its path; in the body without the word `body` before it."""
+    first, *rest = location or ("body",)
+    return ".".join(str(step) for step in (rest if rest and first == "body" else location or ("body",)))
 
 
 # -- one handler for each root of a tree of errors --------------------------------------------------------------------
@@ -237,9 +296,15 @@ async def on_invalid(request: Request, error: Exception) -> Problem:
     if whole_body and content_type and "json" not in content_type:
         detail = f"this path reads JSON, not {content_type.split(';')[0]}: send `Content-Type: application/json`"
         return problem(request, KINDS["unsupported-media-type"], detail)
-    errors = [{"field": ".".join(str(step) for step in part["loc"]), "message": part["msg"]} for part in parts]
-    detail = "; ".join(f"{each['field']}: {each['message']}" for each in errors[:3])
-    return problem(request, KINDS["invalid"], detail, errors=errors)
+    errors = [field_error(part) for part in parts]
+    return problem(request, KINDS["invalid"], listed(errors), errors=errors)
+
+
+def field_error(part: Mapping[str, Any]) -> dict[str, str]:
+    if part.get("type") == "json_invalid" and len(part["loc"]) == 2:
+        # The framework gives the position in the text as if it were a field.
+        return {"field": "body", "message": f"{part['msg']} at character {part['loc'][1]}"}
+    return {"field": field_of(part["loc"]), "message": part["msg"]}
 
 
 # What is not named here does not fit, as a whole.
@@ -294,12 +359,19 @@ async def on_limit_error(request: Request, error: Exception) -> Problem:
 
 
 async def on_database_error(request: Request, error: Exception) -> Problem:
-    """A database that is away is 503, and the client may try again; anything else of it is our mistake."""
+    """A database that is away is 503, and the client may try again; any other error of it is a defect of ours.
+
+    A connection that broke while a request changed something leaves it open whether the change was committed.
+    """
     cause = error.orig if isinstance(error, DBAPIError) else error
-    if isinstance(cause, PoolTimeout | TooManyRequests):
+    if isinstance(cause, PoolTimeout | PoolFull):
         detail = "every database connection is in use; try again shortly, or at another instance"
         return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "1"})
-    if isinstance(cause, DatabaseAway) or (cause is not None and shows_an_outage(cause)):
+    broke = cause is not None and not isinstance(cause, DatabaseAway) and shows_an_outage(cause)
+    if broke and request.method not in SAFE:
+        detail = "the connection to the database broke before it confirmed the change: look whether the change is there"
+        return problem(request, KINDS["outcome-unknown"], detail)
+    if broke or isinstance(cause, DatabaseAway):
         detail = "the database does not answer at the moment; try again shortly"
         return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "2"})
     log.error("request.failed", error=error, method=request.method, path=request.url.path)
@@ -330,6 +402,79 @@ def install(app: FastAPI) -> None:
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.include_router(pages)
+    generate = app.openapi
+    app.openapi = lambda: declare(generate())  # type: ignore[method-assign]  # as the framework's documentation does
+
+
+# -- OpenAPI ----------------------------------------------------------------------------------------------------------
+
+
+class FieldError(BaseModel):
+    """What is wrong with one field."""
+
+    field: str = Field(description="Its path, with dots: `runs.3.payload.weight`, `query.limit`")
+    message: str
+
+
+class ProblemDetails(BaseModel):
+    """An error, as RFC 9457 has it. Some kinds have more members."""
+
+    model_config = ConfigDict(title="Problem", extra="allow")
+
+    type: str = Field(description="The kind, as a path of this service: GET it for an explanation")
+    title: str
+    status: int
+    detail: str = Field(description="What happened, and what to do")
+    instance: str = Field(description="The path of the request")
+    request_id: str | None = Field(description="The log has it on every line of this request")
+    errors: list[FieldError] | None = Field(None, description=f"The fields that do not fit, the first {ERRORS_MOST}")
+    errors_left_out: int | None = Field(None, description="How many more fields do not fit")
+    run: int | None = Field(None, description="The run that is active already, if that is the conflict")
+
+
+REFERENCE = "#/components/schemas/{model}"
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return how OpenAPI declares these statuses: for `responses=` of a route."""
+    content = {Problem.media_type: {"schema": {"$ref": REFERENCE.format(model="Problem")}}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
+
+
+def declare(schema: dict[str, Any]) -> dict[str, Any]:
+    """Declare the one shape of errors, in place of the framework's own, and the statuses that follow from a route."""
+    shapes = schema.setdefault("components", {}).setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        shapes.pop(unused, None)
+    shape = ProblemDetails.model_json_schema(ref_template=REFERENCE)
+    shapes |= shape.pop("$defs")
+    shapes["Problem"] = shape
+    for operations in schema["paths"].values():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            if "HTTPValidationError" in str(responses.get("422")):
+                del responses["422"]
+            for status, declared in refusals(*statuses(method, operation)).items():
+                responses.setdefault(str(status), declared)
+    return schema
+
+
+def statuses(method: str, operation: Mapping[str, Any]) -> Iterator[int]:
+    """Return the statuses that follow from what a route takes and needs."""
+    parameters = operation.get("parameters", [])
+    changes = method not in {"get", "head"}
+    if any(each["in"] == "path" for each in parameters):
+        yield 404
+    if changes:
+        yield 413
+    if "requestBody" in operation:
+        yield from (400, 415)
+    if parameters or "requestBody" in operation:
+        yield 422
+    if operation.get("security"):
+        # Every key may read; and a route behind a key needs the database.
+        yield from (401, 403, 429, 503) if changes else (401, 429, 503)
+    yield 500
 
 
 # -- the pages that `type` leads to -----------------------------------------------------------------------------------

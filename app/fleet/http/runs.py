@@ -9,21 +9,21 @@ import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Annotated, get_args
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from app.fleet.duration import seconds, written
 from app.fleet.engine import overview, runs
 from app.fleet.engine.runs import Again, RunRecord, State
 from app.fleet.engine.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown, PayloadInvalid, RunUnknown
 from app.fleet.http import idempotency
+from app.fleet.http.audit import about
 from app.fleet.http.auth import needs
 from app.fleet.http.context import Context, InContext
+from app.fleet.http.fields import Ago
 from app.fleet.http.idempotency import IdempotencyKey
 from app.fleet.http.orders import (
     NEW_RUNS,
@@ -37,14 +37,13 @@ from app.fleet.http.orders import (
     read,
     records,
 )
-from app.fleet.http.problems import HttpError
+from app.fleet.http.problems import HttpError, refusals
 from app.fleet.stream.relay import CHANGED
 
 router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
 
 GREATEST_ID = 2**63 - 1
 RETRIED_MOST = 10_000
-LONGEST_AGO = 3650 * 86400.0
 STATES = TypeAdapter(list[State])
 
 RunId = Annotated[str, Path(alias="id", description="A whole number")]
@@ -61,20 +60,6 @@ class RunPage:
     next_cursor: str | None
 
 
-def read_duration(given: object) -> timedelta | None:
-    """Read `2h`, or a number of seconds."""
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
-        raise ValueError("a duration is a text such as '2h', or a number of seconds")  # noqa: TRY004 — pydantic's way
-    if not 0 <= seconds(given) <= LONGEST_AGO:
-        raise ValueError(f"so long ago can be from 0 s to {written(LONGEST_AGO)}")
-    return timedelta(seconds=seconds(given))
-
-
-LongAgo = Annotated[timedelta | None, BeforeValidator(read_duration)]
-
-
 class RetryWanted(BaseModel):
     """Which runs are to be tried again."""
 
@@ -83,8 +68,8 @@ class RetryWanted(BaseModel):
     action: str
     state: Annotated[list[Again], Field(min_length=1)] = ["failed"]
     # How long ago they ended: at most, and at least.
-    since: LongAgo = None
-    until: LongAgo = None
+    since: Ago = None
+    until: Ago = None
     limit: Annotated[int, Field(ge=1, le=RETRIED_MOST)] = RETRIED_MOST
 
 
@@ -95,6 +80,8 @@ class Retried:
     more: bool
 
 
+RETRY_WANTED = TypeAdapter(RetryWanted)
+RETRIED = TypeAdapter(Retried)
 RUN_LIST = TypeAdapter(RunList)
 RUN_PAGE = TypeAdapter(RunPage)
 
@@ -103,7 +90,10 @@ RUN_PAGE = TypeAdapter(RunPage)
     "/runs:batch",
     status_code=202,
     response_model=RunList,
-    responses={200: {"model": RunList, "description": "The runs that these keys have made before"}},
+    responses={
+        200: {"model": RunList, "description": "The runs that these keys have made before"},
+        **refusals(404, 409),
+    },
     openapi_extra=described(NewRuns, runs=BatchedRun),
 )
 async def trigger_many(request: Request, context: InContext, idempotency_key: IdempotencyKey = None) -> Response:
@@ -115,13 +105,15 @@ async def trigger_many(request: Request, context: InContext, idempotency_key: Id
         raise await not_these(context, orders) from None
     except PayloadInvalid:
         raise misfits(context, orders) from None
+    about(request, f"{len(triggered)} runs from {min(each.id for each in triggered)}")
     made = await records(context, triggered)
     return answer(RUN_LIST, RunList(made), 202 if any(each.new for each in triggered) else 200)
 
 
-@router.post("/runs:retry")
-async def retry_many(wanted: RetryWanted, context: InContext) -> Retried:
+@router.post("/runs:retry", response_model=Retried, responses=refusals(404), openapi_extra=described(RetryWanted))
+async def retry_many(request: Request, context: InContext) -> Response:
     """Have runs of an action tried again that failed, or were cancelled, within some time; up to `limit` of them."""
+    wanted = await read(request, RETRY_WANTED)
     namespace = context.database.namespace
     async with context.database.autocommit() as connection:
         action_id = await overview.id_of(connection, namespace, wanted.action)
@@ -134,10 +126,11 @@ async def retry_many(wanted: RetryWanted, context: InContext) -> Retried:
             until=wanted.until,
             most=wanted.limit,
         )
-    return Retried(retried=done, more=done == wanted.limit)
+    about(request, f"{wanted.action} {done} runs")
+    return answer(RETRIED, Retried(retried=done, more=done == wanted.limit))
 
 
-@router.get("/runs", response_model=RunPage)
+@router.get("/runs", response_model=RunPage, responses=refusals(400, 404))
 async def list_runs(
     context: InContext,
     action: str | None = None,
@@ -158,7 +151,7 @@ async def list_runs(
     return answer(RUN_PAGE, RunPage(items, cursor_at(items[-1].id) if len(found) > limit else None))
 
 
-@router.get("/runs/{id}", response_model=RunRecord)
+@router.get("/runs/{id}", response_model=RunRecord, responses=refusals(400))
 async def show_run(run_id: RunId, context: InContext) -> Response:
     """Show one run."""
     number = number_of(run_id)
@@ -166,7 +159,7 @@ async def show_run(run_id: RunId, context: InContext) -> Response:
         return answer(RUN, await runs.find(connection, context.database.namespace, number))
 
 
-@router.post("/runs/{id}/cancel", response_model=RunRecord)
+@router.post("/runs/{id}/cancel", response_model=RunRecord, responses=refusals(400, 409))
 async def cancel_run(run_id: RunId, context: InContext) -> Response:
     """Cancel a run: at once if it waits; if it runs, as soon as its instance, wherever that is, has heard of it."""
     number = number_of(run_id)
@@ -176,7 +169,7 @@ async def cancel_run(run_id: RunId, context: InContext) -> Response:
     return answer(RUN, cancelled)
 
 
-@router.post("/runs/{id}/retry", response_model=RunRecord)
+@router.post("/runs/{id}/retry", response_model=RunRecord, responses=refusals(400, 409))
 async def retry_run(run_id: RunId, context: InContext) -> Response:
     """Have a run tried again that failed or was cancelled; one that waits for a later time is tried now."""
     number = number_of(run_id)

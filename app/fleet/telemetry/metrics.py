@@ -69,6 +69,7 @@ DEFINITIONS = (
     Definition("flotilla_breaker_closed_total", "counter", "How often its probe closed one", ("name",)),
     Definition("flotilla_breaker_refused_total", "counter", "Those who were not let in here", ("name",)),
     Definition("flotilla_requests_in_flight", "gauge", "HTTP requests being answered, streams included"),
+    Definition("flotilla_keys_refused_total", "counter", "Requests refused because of their API key", ("reason",)),
     Definition("flotilla_shutdown_step_seconds", "gauge", "How long a step of the shutdown took", ("step",)),
 )
 

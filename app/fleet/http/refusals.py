@@ -1,0 +1,73 @@
+"""Refused API keys: counted, and slowed down for the address that keeps sending unknown ones.
+
+An address may send `UNKNOWN_MOST` unknown keys within `WINDOW` seconds. Those after that are answered with 429 until
+the window ends. A valid key is never slowed down: it is compared first, whatever its address has sent before.
+
+The table is bounded: at most `ADDRESSES_MOST` addresses have an entry of their own, and all further ones share one. An
+IPv6 address counts as its network of 64 bits, because one client has all of it. Behind a load balancer that does not
+pass on the address of the client (`X-Forwarded-For`, which uvicorn reads if `FORWARDED_ALLOW_IPS` allows it), all
+clients share the balancer's entry.
+
+The table is this instance's own: with N instances, an address may send N times as many.
+"""
+
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+UNKNOWN_MOST = 10
+WINDOW = 60.0
+ADDRESSES_MOST = 1000
+OTHERS = "(others)"
+
+Reason = Literal["missing", "unknown", "scope"]
+
+
+@dataclass
+class Window:
+    until: float
+    refused: int = 0
+
+
+class Refusals:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.counts: Counter[Reason] = Counter()
+        self._now = now
+        # In the order in which they end.
+        self._windows: dict[str, Window] = {}
+
+    def count(self, reason: Reason) -> None:
+        self.counts[reason] += 1
+
+    def unknown_key(self, address: str) -> float:
+        """Count an unknown key; return for how many seconds this address has to wait, 0 while it need not."""
+        self.count("unknown")
+        now = self._now()
+        self._forget_old(now)
+        name = network_of(address)
+        if name not in self._windows and len(self._windows) >= ADDRESSES_MOST:
+            name = OTHERS
+        window = self._windows.setdefault(name, Window(now + WINDOW))
+        window.refused += 1
+        return window.until - now if window.refused > UNKNOWN_MOST else 0.0
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def _forget_old(self, now: float) -> None:
+        while self._windows:
+            oldest = next(iter(self._windows))
+            if self._windows[oldest].until > now:
+                return
+            del self._windows[oldest]
+
+
+def network_of(address: str) -> str:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return OTHERS
+    return address if parsed.version == 4 else str(ipaddress.IPv6Network((int(parsed), 64), strict=False))

@@ -1,0 +1,143 @@
+"""Whoever changes something is in the log: by the name of an API key, or as the user of the command line."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from app.fleet.http.auth import make_key
+from app.fleet.http.refusals import UNKNOWN_MOST
+from tests.integration.test_edge import is_problem
+from tests.support.runs import Desk, desk, soon
+
+pytestmark = pytest.mark.anyio
+
+READ, OPERATE, ADMIN = make_key("bob", "read"), make_key("alice", "operate"), make_key("root", "admin")
+LINES = ",".join(line for _, line in (READ, OPERATE, ADMIN))
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address, api_keys=LINES, log_level="info") as own:
+        yield own
+
+
+def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
+    return [record.fields for record in caplog.records if record.message == event]  # type: ignore[attr-defined]
+
+
+async def ask(here: Desk, key: str | None, method: str, path: str, body: Any = None) -> Any:
+    headers = {} if key is None else {"x-api-key": key}
+    return await here.running.client.request(method, path, json=body, headers=headers)
+
+
+async def audited(
+    here: Desk, caplog: pytest.LogCaptureFixture, key: str | None, method: str, path: str, body: Any = None
+) -> dict[str, Any]:
+    caplog.clear()
+    await ask(here, key, method, path, body)
+    (event,) = logged(caplog, "request.audited")
+    return event
+
+
+async def test_every_request_that_changes_something_is_logged_with_the_name_of_its_key(
+    here: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = OPERATE[0]
+    assert await audited(here, caplog, key, "POST", "/actions/noop/pause") == {
+        "key": "alice",
+        "method": "POST",
+        "route": "/actions/{name}/pause",
+        "subject": "noop",
+        "status": 200,
+    }
+    made = await audited(here, caplog, key, "POST", "/actions/noop/runs", {"payload": {"secret": "s3cret"}})
+    found = re.fullmatch(r"noop run (\d+)", made["subject"])
+    assert (made["route"], made["status"]) == ("/actions/{name}/runs", 202)
+    assert found is not None
+    assert "s3cret" not in caplog.text
+    cancelled = await audited(here, caplog, key, "POST", f"/runs/{found[1]}/cancel")
+    assert (cancelled["route"], cancelled["subject"]) == ("/runs/{id}/cancel", found[1])
+    retried = await audited(here, caplog, key, "POST", f"/runs/{found[1]}/retry")
+    assert retried["route"] == "/runs/{id}/retry"
+    batch = await audited(here, caplog, key, "POST", "/runs:batch", {"runs": [{"action": "echo"}] * 3})
+    assert re.fullmatch(r"3 runs from \d+", batch["subject"])
+    many = await audited(here, caplog, key, "POST", "/runs:retry", {"action": "noop"})
+    assert (many["route"], many["subject"]) == ("/runs:retry", "noop 0 runs")
+    assert (await audited(here, caplog, key, "POST", "/actions/noop/resume"))["route"] == "/actions/{name}/resume"
+    own = await audited(here, caplog, key, "POST", "/trial/parcels", {"weight": 3})
+    assert (own["key"], own["route"], own["status"]) == ("alice", "/trial/parcels", 200)
+
+
+async def test_a_request_that_is_refused_is_logged_too(here: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    for key, name, status in ((None, None, 401), ("flotilla_wrong", None, 401), (READ[0], "bob", 403)):
+        event = await audited(here, caplog, key, "POST", "/actions/noop/pause")
+        assert (event["key"], event["status"], event["subject"]) == (name, status, "noop")
+    nowhere = await audited(here, caplog, OPERATE[0], "POST", "/nowhere")
+    assert (nowhere["route"], nowhere["status"]) == (None, 404)
+
+
+async def test_reading_is_not_logged(here: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    await ask(here, READ[0], "GET", "/runs")
+    assert logged(caplog, "request.audited") == []
+
+
+async def test_only_an_admin_releases_a_lock(here: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    refused = await ask(here, OPERATE[0], "DELETE", "/locks/none?reason=why")
+    assert "'admin'" in str(is_problem(refused, "forbidden")["detail"])
+    is_problem(await ask(here, ADMIN[0], "DELETE", "/locks/none?reason=why"), "not-found")
+    assert (await audited(here, caplog, ADMIN[0], "DELETE", "/locks/none?reason=why"))["key"] == "root"
+
+
+async def test_an_address_that_sends_unknown_keys_is_slowed_down_and_a_valid_key_never_is(here: Desk) -> None:
+    for _ in range(UNKNOWN_MOST):
+        is_problem(await ask(here, "flotilla_wrong", "GET", "/actions"), "unauthorized")
+    refused = await ask(here, "flotilla_wrong", "GET", "/actions")
+    is_problem(refused, "too-many-requests")
+    assert 0 < int(refused.headers["retry-after"]) <= 60
+    assert (await ask(here, READ[0], "GET", "/actions")).status_code == 200
+    is_problem(await ask(here, None, "GET", "/actions"), "unauthorized")
+    is_problem(await ask(here, READ[0], "POST", "/actions/noop/pause"), "forbidden")
+    metrics = (await ask(here, READ[0], "GET", "/metrics")).text
+    for reason, count in (("unknown", UNKNOWN_MOST + 1), ("missing", 1), ("scope", 1)):
+        assert f'flotilla_keys_refused_total{{reason="{reason}"}} {count:.1f}' in metrics
+
+
+async def test_what_the_command_line_changes_is_logged_by_the_leader(
+    here: Desk, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def leads() -> bool:
+        return here.running.context.member.leading
+
+    await soon(leads)
+    caplog.set_level(logging.INFO)
+    run_id = await here.trigger("give-up")
+    await here.ended(run_id)
+    asked = (
+        ("actions pause", ("noop",), "noop"),
+        ("actions resume", ("noop",), "noop"),
+        ("trigger", ("noop",), r"noop run \d+"),
+        ("runs retry", (str(run_id),), f"run {run_id}"),
+        ("runs retry-all", ("--action", "noop"), "noop 0 runs"),
+    )
+    for number, (command, arguments, subject) in enumerate(asked, 1):
+        flotilla(address, *command.split(), *arguments)
+        await soon(lambda number=number: heard(caplog, number))  # type: ignore[misc]
+        event = logged(caplog, "command.audited")[-1]
+        assert event["command"] == command
+        assert re.fullmatch(subject, event["subject"])
+        assert " on " in event["by"]
+
+
+async def heard(caplog: pytest.LogCaptureFixture, many: int) -> bool:
+    return len(logged(caplog, "command.audited")) >= many
+
+
+def flotilla(address: str, *arguments: str) -> None:
+    environment = {**os.environ, "DATABASE_URL": address, "FLOTILLA_ACTIONS": "tests.support.trial_actions"}
+    subprocess.run([sys.executable, "-m", "app", *arguments], env=environment, check=True, capture_output=True)
