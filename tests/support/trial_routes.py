@@ -106,9 +106,8 @@ async def hold_a_session(request: Request, session: InSession) -> None:
     """Say which backend serves this request's transaction, and use it again when that backend has ended."""
     pid = (await session.execute(text("SELECT pg_backend_pid()"))).scalar_one()
     request.app.state.held.put_nowait(pid)
-    while (await session.execute(text("SELECT 1"))).scalar_one():
-        # The test ends the backend or leaves; until then there is nothing to wait for.
-        await asyncio.sleep(0.01)
+    # Until the test ends the backend, or leaves.
+    await session.execute(text("SELECT pg_sleep(60)"))
 
 
 @router.get("/tidy")
