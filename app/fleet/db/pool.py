@@ -47,7 +47,8 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.errors import DatabaseUnreachable
 from app.fleet.service import Service, let_go
 from app.fleet.settings import FleetSettings
-from app.fleet.telemetry.logs import events, redact
+from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.redaction import redact
 
 Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
 
@@ -388,6 +389,8 @@ class Database(Service):
             poolclass=NullPool,
             # Asked for anew at every checkout otherwise.
             use_native_hstore=False,
+            # An error's text is stored and logged; the values of a statement belong in neither.
+            hide_parameters=True,
             execution_options={"schema_translate_map": {None: self.namespace.schema}},
         )
 
