@@ -4,14 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psycopg
 import pytest
 
+from app.fleet.db.pool import Connection
 from app.fleet.engine.trigger import Order, insert, prepare
 from app.fleet.http import events as http_events
 from app.fleet.stream import feed
 from app.fleet.stream.feed import Batch, Change
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import Desk, desk
 from tests.support.streams import Message, messages
 from tests.support.table import NAMESPACE, Table, declare, table
 
@@ -29,7 +31,7 @@ async def changes(here: Desk | Table, after: int = 0) -> list[Change]:
     database = here.running.context.database if isinstance(here, Desk) else here.database
     found: list[Change] = []
     async with database.connection() as connection:
-        last = await feed.Numbers().give(connection, NAMESPACE)
+        last = (await feed.Numbers().give(connection, NAMESPACE)).number
         while batches := await feed.read(connection, NAMESPACE, after + len(found)):
             found += [change for batch in batches for change in batch.after(after)]
     assert [change.number for change in found] == list(range(after + 1, last + 1))
@@ -70,31 +72,88 @@ async def test_a_change_that_commits_late_is_not_skipped(address: str) -> None:
         assert [first for _, first in rows] == [2, 1]
 
 
-async def test_numbers_are_given_by_one_reader_at_a_time(address: str) -> None:
-    """The second one sees a row that the first did not, and would give it the number that the first is giving."""
+async def test_a_reader_that_does_not_get_the_lock_numbers_nothing_and_does_not_wait(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one sees a row that the holder does not, and would give it the number that the holder is giving."""
     async with table(address, declare()) as here:
         order = prepare(here.catalogue, Order("tick"))
-        async with here.database.connection() as first:
-            async with here.database.connection() as slow:
-                (early,) = await insert(slow, NAMESPACE, [order], "code")
-                (late,) = await here.trigger(Order("tick"))
-                assert await feed.Numbers().give(first, NAMESPACE) == 1
-            second = asyncio.create_task(number_once(here))
-            await soon(lambda: here.sql("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"))
-        await second
-        assert [each.run_id for each in await changes(here)] == [late, early.id]
+        genuine, others = feed.one, list[feed.Given]()
+
+        async def meanwhile(connection: Connection, statement: bytes, values: Any = None) -> tuple[Any, ...]:
+            found = await genuine(connection, statement, values)
+            if statement == NAMESPACE.sql(feed.NUMBER) and not others:
+                await here.trigger(Order("tick"))
+                others.append(await number(here))
+            return found
+
+        async with here.database.connection() as slow:
+            await insert(slow, NAMESPACE, [order], "code")
+            (late,) = await here.trigger(Order("tick"))
+            monkeypatch.setattr(feed, "one", meanwhile)
+            assert await number(here) == feed.Given(1, complete=True, busy=False, kept=True)
+        assert others == [feed.Given(0, complete=False, busy=True, kept=True)]
+        assert [each.run_id for each in await changes(here)] == [late, late - 1, late + 1]
 
 
-async def number_once(here: Table) -> None:
+async def test_numbers_are_given_in_a_transaction_also_on_a_connection_in_autocommit(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one, the lock is released at once, and two readers give the same number."""
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick"))
+        genuine, others = feed.one, list[feed.Given]()
+
+        async def meanwhile(connection: Connection, statement: bytes, values: Any = None) -> tuple[Any, ...]:
+            if statement == NAMESPACE.sql(feed.NUMBER) and not others:
+                others.append(feed.Given(0, complete=False, busy=False, kept=True))
+                others.append(await number(here))
+            return await genuine(connection, statement, values)
+
+        monkeypatch.setattr(feed, "one", meanwhile)
+        async with here.database.autocommit() as connection:
+            assert (await feed.Numbers().give(connection, NAMESPACE)).number == 1
+        assert others[1].busy
+
+
+async def number(here: Table, numbers: feed.Numbers | None = None) -> feed.Given:
     async with here.database.connection() as connection:
-        await feed.Numbers().give(connection, NAMESPACE)
+        return await (numbers or feed.Numbers()).give(connection, NAMESPACE)
 
 
-async def forget(here: Table) -> int:
-    async with here.database.connection() as connection:
-        cutoff = await feed.oldest_kept(connection, NAMESPACE)
-        count, _ = await feed.forget(connection, NAMESPACE, cutoff)
-    return count
+async def test_what_takes_several_transactions_to_number_keeps_the_order_of_each_run(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that commits between two steps, below what was numbered, and one that follows it above."""
+    monkeypatch.setattr(feed, "NUMBER", feed.NUMBER.replace(str(feed.AT_ONCE), "2"))
+    monkeypatch.setattr(feed, "AT_ONCE", 2)
+    async with table(address, declare()) as here:
+        one, numbers = await here.instance("one"), feed.Numbers()
+        order = prepare(here.catalogue, Order("tick"))
+        async with here.database.connection() as slow:
+            (early,) = await insert(slow, NAMESPACE, [order], "code")
+            for _ in range(5):
+                await here.trigger(Order("tick"))
+            assert await number(here, numbers) == feed.Given(2, complete=False, busy=False, kept=True)
+        assert early.id in {run.run_id for run in await one.claim()}
+        while not (given := await number(here, numbers)).complete:
+            pass
+        assert given.number == 5, "the round numbers nothing that came after it began"
+        while not (given := await number(here, numbers)).complete:
+            pass
+        assert given.number == 12
+        found = await changes(here)
+        assert states(found, early.id) == [(1, "pending", 0), (2, "running", 1)]
+
+
+async def prune(here: Table, pruner: feed.Pruner | None = None) -> None:
+    pruner = pruner or feed.Pruner()
+    async with here.database.autocommit() as connection:
+        while await pruner.step(connection, NAMESPACE):
+            pass
+
+
+AGE = "UPDATE feed SET at = at - interval '11 minutes' RETURNING 1"
 
 
 async def test_what_is_old_is_forgotten_and_numbers_go_on(address: str) -> None:
@@ -102,8 +161,8 @@ async def test_what_is_old_is_forgotten_and_numbers_go_on(address: str) -> None:
         for _ in range(3):
             await here.trigger(Order("tick"))
         await changes(here)
-        await here.sql("UPDATE feed SET at = at - interval '11 minutes' RETURNING 1")
-        assert await forget(here) == 3
+        await here.sql(AGE)
+        await prune(here)
         assert await here.sql("SELECT first FROM feed") == [(3,)], "the next number is known from the last"
         await here.trigger(Order("tick"))
         assert [each.number for each in await changes(here, after=2)] == [3, 4]
@@ -115,14 +174,85 @@ async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_c
         assert len(await changes(here)) == 1
         await here.trigger(*[Order("tick")] * 5)
         await here.trigger(Order("tick"))
-        await here.sql("UPDATE feed SET at = at - interval '11 minutes' RETURNING 1")
-        await forget(here)
+        await here.sql(AGE)
+        await prune(here)
         await here.trigger(Order("tick"))
+        assert (await number(here)).number == 8
         async with here.database.connection() as connection:
-            assert await feed.Numbers().give(connection, NAMESPACE) == 8
             unread, news = await feed.read(connection, NAMESPACE, 1)
         assert (unread.first, unread.seq, unread.after(1), unread.missing(1)) == (2, 7, [], 7)
         assert (news.first, news.missing(7)) == (8, 7)
+
+
+async def test_a_feed_that_was_never_read_is_pruned_and_its_numbers_are_taken(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "OLD", feed.OLD.replace(str(feed.PRUNED_AT_ONCE), "2"))
+    monkeypatch.setattr(feed, "PRUNED_AT_ONCE", 2)
+    async with table(address, declare()) as here:
+        pruner = feed.Pruner()
+        for _ in range(5):
+            await here.trigger(Order("tick"))
+        await here.sql(AGE)
+        await here.trigger(Order("tick"))
+        await prune(here, pruner)
+        assert await here.sql("SELECT first, many, state FROM feed ORDER BY id") == [
+            (None, 1, "pending"),
+            (1, 2, "unread"),
+            (3, 2, "unread"),
+            (5, 1, "unread"),
+        ]
+        # And again, without end: of what stands for the unread, only the last is kept.
+        await here.sql(AGE)
+        await prune(here, pruner)
+        assert await here.sql("SELECT first, many FROM feed") == [(6, 1)]
+        await here.trigger(Order("tick"))
+        assert (await number(here)).number == 7
+
+
+async def test_a_row_that_commits_late_is_pruned_although_later_ones_are_gone(address: str) -> None:
+    async with table(address, declare()) as here:
+        pruner, order = feed.Pruner(), prepare(here.catalogue, Order("tick"))
+        async with here.database.connection() as slow:
+            await insert(slow, NAMESPACE, [order], "code")
+            for _ in range(3):
+                await here.trigger(Order("tick"))
+            await number(here)
+            await here.sql(AGE)
+            for _ in range(3):
+                await prune(here, pruner)
+            assert pruner._floor.id == 0, "what is still open may have a row below"
+        await number(here)
+        await here.sql(AGE)
+        for _ in range(3):
+            await prune(here, pruner)
+        assert await here.sql("SELECT first FROM feed") == [(4,)]
+
+
+async def test_pruning_begins_above_what_is_gone_and_leaves_nothing_behind(address: str) -> None:
+    async with table(address, declare()) as here:
+        pruner = feed.Pruner()
+        for _ in range(3):
+            await here.trigger(Order("tick"), Order("tick"))
+            await number(here)
+            await here.sql(AGE)
+            await prune(here, pruner)
+            ((kept,),) = await here.sql("SELECT id FROM feed")
+            assert pruner._floor.id < kept
+        assert pruner._floor.id > 0
+
+
+async def test_pruning_waits_for_nobody(address: str) -> None:
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick"))
+        await here.sql(AGE)
+        pruner = feed.Pruner()
+        async with here.database.connection() as reader, here.database.autocommit() as connection:
+            await reader.execute(NAMESPACE.sql(feed.TURN))
+            assert await pruner.step(connection, NAMESPACE)
+            assert len(await here.sql("SELECT 1 FROM feed WHERE first IS NULL")) == 1
+        await prune(here, pruner)
+        assert await here.sql("SELECT first, state FROM feed") == [(1, "unread")]
 
 
 async def test_a_change_that_is_very_late_is_found_and_comes_before_what_came_of_it(address: str) -> None:
@@ -132,18 +262,17 @@ async def test_a_change_that_is_very_late_is_found_and_comes_before_what_came_of
         one = await here.instance("one")
 
         async def give() -> int:
-            async with here.database.connection() as connection:
-                return await numbers.give(connection, NAMESPACE)
+            return (await number(here, numbers)).number
 
-        for number in range(1, 4):
+        for last in range(1, 4):
             await here.trigger(Order("tick"))
-            assert await give() == number
-        assert numbers._floor > 0
+            assert await give() == last
+        assert numbers._floor.id > 0
         async with here.database.connection() as slow:
             (early,) = await insert(slow, NAMESPACE, [order], "code")
-            for number in range(4, 8):
+            for last in range(4, 8):
                 await here.trigger(Order("tick"))
-                assert await give() == number
+                assert await give() == last
         claimed = await one.claim()
         assert len(claimed) == 8
         last = await give()
@@ -155,24 +284,33 @@ async def test_a_change_that_is_very_late_is_found_and_comes_before_what_came_of
         # The next look begins above all of it.
         await give()
         await give()
-        assert await here.sql("SELECT max(id) FROM feed") == [(numbers._floor,)]
+        assert await here.sql("SELECT max(id) FROM feed") == [(numbers._floor.id,)]
 
 
-async def test_what_was_numbered_in_a_transaction_that_failed_is_numbered_again(address: str) -> None:
+async def test_what_was_numbered_in_a_transaction_that_failed_is_numbered_again(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with table(address, declare()) as here:
         order, numbers = prepare(here.catalogue, Order("tick")), feed.Numbers()
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
             await here.trigger(Order("tick"))
-            async with here.database.connection() as connection:
-                assert await numbers.give(connection, NAMESPACE) == 1
+            assert (await number(here, numbers)).number == 1
         # It finds the late one, below what was numbered already, and then it fails.
-        async with here.database.connection() as connection:
-            assert await numbers.give(connection, NAMESPACE) == 2
-            await connection.rollback()
+        genuine = feed.one
+
+        async def fail(connection: Connection, statement: bytes, values: Any = None) -> tuple[Any, ...]:
+            found = await genuine(connection, statement, values)
+            if statement == NAMESPACE.sql(feed.NUMBER):
+                assert found[0] == 2
+                raise psycopg.OperationalError("the connection broke under the answer")
+            return found
+
+        with monkeypatch.context() as patch, pytest.raises(psycopg.OperationalError):
+            patch.setattr(feed, "one", fail)
+            await number(here, numbers)
         for _ in range(3):
-            async with here.database.connection() as connection:
-                assert await numbers.give(connection, NAMESPACE) == 2
+            assert (await number(here, numbers)).number == 2
         assert len(await changes(here)) == 2
 
 

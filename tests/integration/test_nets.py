@@ -304,6 +304,130 @@ async def test_a_batch_that_takes_too_long_is_halved(here: Desk, monkeypatch: py
     assert await here.engine.retention.prune() == 60
 
 
+SLOW = """
+CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM nextval('flotilla.tried');
+    PERFORM pg_sleep(60);
+    RETURN OLD;
+END $$;
+CREATE SEQUENCE tried;
+CREATE TRIGGER slow BEFORE DELETE ON finished_runs FOR EACH ROW WHEN (OLD.id = {run}) EXECUTE FUNCTION slow();
+"""
+EXPIRE = "UPDATE finished_runs SET expires_at = now() - interval '1 h' + id * interval '1 ms' RETURNING id"
+
+
+async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none_behind_it(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "LIMIT", 0.3)
+    for run_id in await here.trigger_all([Order("noop")] * 40):
+        await here.ended(run_id)
+    first = min(await here.sql(EXPIRE))[0]
+    await here.sql(SLOW.format(run=first))
+    async with asyncio.timeout(60):
+        assert await here.engine.retention.prune() == 39
+        assert await here.sql("SELECT id FROM finished_runs") == [(first,)]
+        ((tried,),) = await here.sql("SELECT last_value FROM tried")
+        assert tried <= 8, "halved until it was alone"
+        # What ended meanwhile is pruned; the one that was skipped is not tried at each round.
+        await here.run("noop")
+        await here.sql("UPDATE finished_runs SET expires_at = now() WHERE id > %s RETURNING 1", first)
+        assert await here.engine.retention.prune() == 1
+        assert await here.sql("SELECT last_value FROM tried") == [(tried,)]
+        # And later it is.
+        await here.sql("DROP TRIGGER slow ON finished_runs")
+        monkeypatch.setattr(here.engine.retention, "_anew_at", 0.0)
+        assert await here.engine.retention.prune() == 1
+
+
+async def with_many_events(here: Desk) -> int:
+    """Make a run that failed, and whose retention is over."""
+    run = await here.run("give-up")
+    await here.sql("UPDATE finished_runs SET events = 104, expires_at = now() - interval '1 h' RETURNING 1")
+    await here.sql(
+        "INSERT INTO run_events (run_id, seq, kind) SELECT %s, n, 'said' FROM generate_series(3, 103) AS n RETURNING 1",
+        run.id,
+    )
+    return run.id
+
+
+async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = """
+        CREATE FUNCTION few() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF (SELECT count(*) FROM gone) > 10 THEN RAISE 'too many at once'; END IF;
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER few AFTER DELETE ON run_events REFERENCING OLD TABLE AS gone
+        FOR EACH STATEMENT EXECUTE FUNCTION few();
+    """
+    monkeypatch.setattr(retention, "EVENTS", 10, raising=False)
+    await with_many_events(here)
+    await here.sql(most)
+    assert await here.engine.retention.prune() == 1
+    assert await here.sql("SELECT count(*) FROM run_events") == [(0,)]
+    assert await here.sql("SELECT count(*) FROM finished_runs") == [(0,)]
+
+
+async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retried(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "EVENTS", 10)
+    run_id = await with_many_events(here)
+    genuine = here.engine.retention._in_time
+    pieces: list[object] = []
+
+    async def die(statement: str, values: dict[str, Any]) -> int | None:
+        if statement == retention.PRUNE_EVENTS:
+            pieces.append(values)
+            if len(pieces) == 3:
+                raise psycopg.OperationalError("the connection broke")
+        return await genuine(statement, values)
+
+    with monkeypatch.context() as patch, pytest.raises(psycopg.OperationalError):
+        patch.setattr(here.engine.retention, "_in_time", die)
+        await here.engine.retention.prune()
+    assert await here.sql("SELECT count(*) FROM run_events") == [(83,)]
+    assert (await here.running.client.post(f"/runs/{run_id}/retry")).status_code == 404
+    assert (await here.running.client.get(f"/runs/{run_id}/events")).status_code == 404
+    # Another leader, or this one later.
+    assert await retention.Retention(here.running.context.database, here.running.context.member).prune() == 1
+    assert await here.sql("SELECT count(*) FROM run_events") == [(0,)]
+
+
+async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "EVERY", 0.02)
+    begun: list[str] = []
+
+    async def hang(_: object) -> None:
+        begun.append("feed")
+        await asyncio.Event().wait()
+
+    async def fail(_: object) -> None:
+        begun.append("keys")
+        raise psycopg.OperationalError("the connection broke")
+
+    monkeypatch.setattr(retention.Retention, "prune_feed", hang)
+    monkeypatch.setattr(retention.Retention, "prune_keys", fail)
+    async with desk(address) as own:
+        await soon(lambda: own.sql("SELECT 1 WHERE %s", begun.count("keys") > 1 and "feed" in begun))
+        await own.run("noop")
+        await own.sql("UPDATE finished_runs SET expires_at = now() - interval '1 h' RETURNING 1")
+        await soon(lambda: own.sql("SELECT 1 WHERE NOT EXISTS (SELECT FROM finished_runs)"))
+
+
+async def test_a_feed_that_nobody_reads_is_pruned(here: Desk) -> None:
+    await here.run("noop")
+    await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
+    await here.engine.retention.prune_feed()
+    assert await here.sql("SELECT state, first, many FROM feed") == [("unread", 1, 3)]
+
+
 # -- a rush of slots --------------------------------------------------------------------------------------------------
 
 

@@ -250,14 +250,16 @@ class Everything(Following):
         if not self.begun:
             if self._action is not None:
                 await overview.id_of(connection, namespace, self._action)
-            if not await feed.is_kept(connection, namespace):
+            given = await self._numbers.give(connection, namespace)
+            while given.kept and not given.complete:
+                await asyncio.sleep(EVERY if given.busy else 0)
+                given = await self._numbers.give(connection, namespace)
+            if not given.kept:
                 raise FeedOff("the feed is switched off: FLOTILLA_FEED_RETENTION is 0")
-            async with connection.transaction():
-                self._number = await self._numbers.give(connection, namespace)
+            self._number = given.number
             self.begun = True
         while True:
-            async with connection.transaction():
-                await self._numbers.give(connection, namespace)
+            await self._numbers.give(connection, namespace)
             batches = await feed.read(connection, namespace, self._number)
             for batch in batches:
                 if (until := batch.missing(self._number)) > self._number:

@@ -122,7 +122,8 @@ WITH back AS (
 """
 
 
-REVIVE = revive("id = %(id)s AND state IN ('failed', 'cancelled')", tell("added"))
+# One that is being pruned (`retention.py`) has an `expires_at` of the epoch, and may have lost events already.
+REVIVE = revive("id = %(id)s AND state IN ('failed', 'cancelled') AND expires_at > 'epoch'", tell("added"))
 
 # A batch of those that ended in a state, of one action, within some time. Several who ask do not wait for each other.
 REVIVE_MANY = revive(
@@ -130,6 +131,7 @@ REVIVE_MANY = revive(
         SELECT f.id
         FROM {schema}.finished_runs AS f
         WHERE f.action_id = %(action)s AND f.state = ANY (%(states)s::text[])
+          AND f.expires_at > 'epoch'
           AND f.finished_at >= coalesce(%(since)s::timestamptz, '-infinity') AND f.finished_at <= %(until)s
         ORDER BY f.id
         LIMIT %(most)s
@@ -245,5 +247,7 @@ async def retry(connection: Connection, namespace: Namespace, identifier: int) -
     run = await find(connection, namespace, identifier)
     if run.state == "pending":
         return run
+    if run.state in AGAIN:
+        raise RunUnknown(f"run {identifier} ended so long ago that it is being forgotten")
     what = "it is running" if run.state == "running" else "it succeeded; to have it done once more, trigger the action"
     raise RunNotReady(f"run {identifier} cannot be tried again: {what}")

@@ -5,25 +5,29 @@
     data: {"run":17,"seq":3,"kind":"progress","data":{"done":0.5,"text":null},"at":"…"}
 
 A run's stream begins with its first event, or after `Last-Event-ID` (or `?after=`, for a browser's EventSource, which
-sends the header only when it comes back by itself), goes on live, and ends with `done`. The id is the event's number,
-so any instance can go on where another stopped. `done` has none: it is no event of the run, and who reconnects after it
-is told the same again.
+sends the header only when it reconnects by itself). It goes on live and ends with `done`. The id is the event's number,
+so any instance can go on where another stopped. `done` has no id: it is not an event of the run, and a client that
+reconnects after it receives it again.
 
-The feed begins now, or after `Last-Event-ID`. Its ids number all changes of the cluster; who wants only some of them is
-given the id of what was left out with every heartbeat, so that coming back does not mean reading all of it again. Who
-comes back too late is told so by `missed`.
+The feed begins now, or after `Last-Event-ID`. Its ids number all changes of the cluster. A client that wants only some
+of them receives the id of what was left out with every heartbeat, so that it need not read all of it again when it
+reconnects. A client that reconnects too late receives `missed`.
 
-A stream ends early in these cases, each time with a `retry:` that spreads clients out, so that they come back, to any
-instance, and miss nothing: the instance drains (the edge does that), the stream is old (`STREAM_AGE`), the client takes
-less than what comes. One that takes nothing at all is cut (the edge does that, too).
+A stream ends early in these cases, each time with a `retry:` that spreads clients out; they reconnect to any instance
+and miss nothing: the instance drains (the edge ends it), the stream is old (`STREAM_AGE`), the client takes less than
+what comes. The connection of a client that reads nothing at all is cut (by the edge, too).
 
-How many streams there may be at once, on an instance and for a key, is limited: each is a connection that stays.
+An event is encoded once for all clients, by the first that needs it, and sent in pieces of about `PIECE` bytes. A
+client waits for its turn before each piece (`Turns`), so that the event loop serves other requests between a few of
+them. What a client has not read is in the connection's buffers and the piece being sent, and nowhere else in memory.
+
+The number of streams is limited, for an instance and for a key: each is a connection that stays.
 """
 
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import pydantic_core
@@ -37,7 +41,7 @@ from app.fleet.http.context import Context, InContext
 from app.fleet.http.edge import RETRY_MS
 from app.fleet.http.problems import HttpError, Unavailable, refusals
 from app.fleet.http.runs import RunId, number_of, states_of
-from app.fleet.stream.channel import Following
+from app.fleet.stream.channel import Following, Turns
 from app.fleet.stream.events import DONE, STATE, Written
 from app.fleet.stream.feed import Batch
 from app.fleet.stream.hub import Hub
@@ -81,6 +85,8 @@ async def place(request: Request, context: InContext) -> AsyncIterator[None]:
         raise full(f"this API key has {settings.streams_per_key} streams open here, which is as many as it may have")
     taken[key] += 1
     try:
+        # Of many that open at once, a few go on in each turn of the event loop.
+        await context.stream.hub.turns.turn()
         yield
     finally:
         taken[key] -= 1
@@ -91,8 +97,15 @@ async def place(request: Request, context: InContext) -> AsyncIterator[None]:
 class EventStream(EventSourceResponse):
     """The framework's, written to directly: a generator of the framework's own costs two tasks more for each client."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, headers={"x-accel-buffering": "no"})
+    def __init__(self, pieces: AsyncIterator[bytes], turns: Turns) -> None:
+        super().__init__(in_turn(pieces, turns), headers={"x-accel-buffering": "no"})
+
+
+async def in_turn(pieces: AsyncIterator[bytes], turns: Turns) -> AsyncIterator[bytes]:
+    """Wait for this client's turn after each piece."""
+    async for piece in pieces:
+        yield piece
+        await turns.turn()
 
 
 class Age:
@@ -125,14 +138,14 @@ async def follow_run(
     follower: Annotated[Following[Written], Depends(run_follower)], context: InContext, run_id: RunId
 ) -> EventStream:
     """Follow a run: everything that became of it, then whatever becomes of it, until it ends."""
-    return EventStream(told(follower, number_of(run_id), Age(context)))
+    return EventStream(told(follower, number_of(run_id), Age(context)), context.stream.hub.turns)
 
 
 async def told(follower: Following[Written], run_id: int, age: Age) -> AsyncIterator[bytes]:
     while not follower.ended:
         events = await follower.more(age.patience)
         if events:
-            for piece in in_pieces(in_words(event.seq, event.kind, event.as_json(run_id)) for event in events):
+            for piece in in_pieces(encoded_event(event, run_id) for event in events):
                 yield piece
         elif not follower.ended:
             yield KEEPALIVE_COMMENT
@@ -148,6 +161,12 @@ async def told(follower: Following[Written], run_id: int, age: Age) -> AsyncIter
         yield in_words(None, DONE, as_json({"run": run_id}))
 
 
+def encoded_event(event: Written, run_id: int) -> bytes:
+    if event.encoded is None:
+        event.encoded = in_words(event.seq, event.kind, event.as_json(run_id))
+    return event.encoded
+
+
 # -- everybody's ------------------------------------------------------------------------------------------------------
 
 
@@ -155,8 +174,12 @@ async def wanted_actions(
     context: InContext,
     action: Annotated[list[str] | None, Query(description="Of these actions only; may be repeated")] = None,
 ) -> set[int]:
-    async with context.database.connection() as connection:
-        return {await overview.id_of(connection, context.database.namespace, name) for name in action or ()}
+    wanted = set()
+    for name in action or ():
+        if (identifier := await context.stream.hub.id_of(name)) is None:
+            raise overview.unknown(name)
+        wanted.add(identifier)
+    return wanted
 
 
 def wanted_states(
@@ -178,27 +201,33 @@ async def follow_feed(
     context: InContext,
 ) -> EventStream:
     """Follow the cluster: every change of state of every run, from now on."""
-    return EventStream(told_of_all(follower, Wanted(actions, states, context.stream.hub), Age(context)))
+    hub = context.stream.hub
+    return EventStream(told_of_all(follower, Wanted(actions, states, hub), Age(context)), hub.turns)
 
 
 class Wanted:
-    """What somebody wants of the feed."""
+    """Which changes of the feed a client wants."""
 
     def __init__(self, actions: set[int], states: set[str], hub: Hub) -> None:
         self._actions = actions
         self._states = states
         self._hub = hub
 
-    def of(self, batch: Batch, after: int) -> Iterator[bytes]:
+    def of(self, batch: Batch, after: int) -> Sequence[bytes]:
+        """Return the changes of a batch above that number that the client wants, as they are sent."""
         if self._states and batch.state not in self._states:
-            return
-        for change in batch.after(after):
-            if not self._actions or change.action_id in self._actions:
-                yield in_words(change.number, STATE, change.as_json(self._hub.names))
+            return ()
+        if batch.encoded is None:
+            batch.encoded = [in_words(each.number, STATE, each.as_json(self._hub.names)) for each in batch.after(-1)]
+        begin = max(0, after + 1 - batch.first)
+        if not self._actions:
+            return batch.encoded[begin:] if begin else batch.encoded
+        pairs = zip(batch.encoded[begin:], batch.actions[begin:], strict=True)
+        return [change for change, action_id in pairs if action_id in self._actions]
 
 
 async def told_of_all(follower: Following[Batch], wanted: Wanted, age: Age) -> AsyncIterator[bytes]:
-    # Who has only just come has a number to come back with.
+    # A client that has only just come has a number to come back with.
     yield up_to(follower.seq)
     spoke = age.now()
     over = False
@@ -206,13 +235,9 @@ async def told_of_all(follower: Following[Batch], wanted: Wanted, age: Age) -> A
         # Asked before, so that even the oldest stream has said what was there when it began.
         over = age.is_over
         seen = follower.seq
-        for batch in await follower.more(age.patience):
-            if (until := batch.missing(seen)) > seen:
-                yield in_words(until, MISSED, as_json({"after": seen, "until": until}))
-            for piece in in_pieces(wanted.of(batch, seen)):
-                yield piece
-                spoke = age.now()
-            seen = batch.seq
+        for piece in in_pieces(changes(await follower.more(age.patience), wanted, seen)):
+            yield piece
+            spoke = age.now()
         if follower.fell_behind:
             yield come_back("you took less than what came")
             return
@@ -220,6 +245,15 @@ async def told_of_all(follower: Following[Batch], wanted: Wanted, age: Age) -> A
             yield up_to(follower.seq)
             spoke = age.now()
     yield come_back("this stream is old")
+
+
+def changes(batches: Iterable[Batch], wanted: Wanted, seen: int) -> Iterator[bytes]:
+    """Yield what these batches have for a client that has seen everything up to that number."""
+    for batch in batches:
+        if (until := batch.missing(seen)) > seen:
+            yield in_words(until, MISSED, as_json({"after": seen, "until": until}))
+        yield from wanted.of(batch, seen)
+        seen = batch.seq
 
 
 # -- the wire ---------------------------------------------------------------------------------------------------------
@@ -230,7 +264,7 @@ def in_words(number: int | None, kind: str, data: str) -> bytes:
 
 
 def in_pieces(words: Iterable[bytes]) -> Iterator[bytes]:
-    """Many at once where they are small; and never so much that a client that does not read would be kept in memory."""
+    """Join what is small, and never so much that what a client does not read takes much memory."""
     piece: list[bytes] = []
     size = 0
     for word in words:

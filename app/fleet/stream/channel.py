@@ -1,8 +1,11 @@
-"""A channel: the last of what was read here of something that is followed, and everyone here who follows it.
+"""A channel: the latest events of one run (or rows of the feed) that this instance has read, for all its followers.
 
-Who follows has a place in it, and no queue: what they have not taken stays in the channel, once for everyone. The
-channel keeps no more than so many, and so many bytes. Who comes late, or takes too long, reads what is missing from
-the database, a page at a time; nothing is held in memory for anyone.
+A follower is a position in the channel and has no queue of its own: what it has not taken yet is stored once, for all
+followers. A channel keeps a bounded number of items and a bounded number of bytes. A follower that comes late or takes
+too long reads what is missing from the database, a page at a time.
+
+A follower that has taken everything waits here. When something new has been read, the followers are woken through
+`Turns`, a bounded number in each turn of the event loop.
 """
 
 import asyncio
@@ -10,58 +13,107 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+# How many followers are served in one turn of the event loop.
+PER_TURN = 20
+
+
+class Turns:
+    """Has followers go on a few at a time, in the order in which they asked.
+
+    Between two turns the event loop serves everything else: without this, a change that 2,000 clients follow would be
+    rendered and sent to all of them before the next request is looked at.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._scheduled = False
+
+    async def turn(self) -> None:
+        """Wait for a turn. A client that sends much waits once for each piece of it."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.admit(turn)
+        await turn
+
+    def admit(self, waiting: "asyncio.Future[None]") -> None:
+        """Give this future its result when its turn comes."""
+        self._queue.append(waiting)
+        if not self._scheduled:
+            self._scheduled = True
+            waiting.get_loop().call_soon(self._serve)
+
+    def _serve(self) -> None:
+        served = 0
+        while self._queue and served < PER_TURN:
+            waiting = self._queue.popleft()
+            # It may have been cancelled, or have waited for long enough.
+            if not waiting.done():
+                waiting.set_result(None)
+                served += 1
+        if self._queue:
+            self._queue[0].get_loop().call_soon(self._serve)
+        else:
+            self._scheduled = False
+
 
 class Numbered(Protocol):
     @property
     def seq(self) -> int:
-        """The number of it, or of its last part; the next one's is higher."""
+        """Its number, or that of its last part; the next item's is higher."""
         ...
 
     @property
     def weight(self) -> int:
-        """About how many bytes it is."""
+        """About how many bytes of memory it takes, what is sent to clients included."""
         ...
 
 
 T = TypeVar("T", bound=Numbered)
 
-# What a channel keeps, whatever comes first.
+# What a channel keeps, whichever comes first.
 KEPT = 1000
 KEPT_WEIGHT = 1_048_576
 
 
 class Channel(Generic[T]):
-    def __init__(self, read: int) -> None:
+    def __init__(self, read: int, turns: Turns, most: int | None = None) -> None:
         # Everything from `floor` to `read` is in `last`.
         self.floor = self.read = read
         self.last: deque[T] = deque()
         self.followers = 0
-        # No more will come: it is complete, or it was forgotten.
+        # Nothing more will come: it is complete, or its run was pruned.
         self.complete = False
         self.forgotten = False
-        self._weight = 0
-        self._waiting: set[asyncio.Future[None]] = set()
+        # About how many bytes are kept.
+        self.weight = 0
+        self._most = most
+        self._turns = turns
+        self._waiting: dict[asyncio.Future[None], None] = {}
 
     def take(self, items: Sequence[T], *, complete: bool = False) -> None:
-        """Take what comes after all that was read so far."""
+        """Add what comes after everything that was read so far."""
         self.last.extend(items)
-        self._weight += sum(item.weight for item in items)
-        while len(self.last) > 1 and (len(self.last) > KEPT or self._weight > KEPT_WEIGHT):
+        self.weight += sum(item.weight for item in items)
+        while len(self.last) > 1 and (len(self.last) > KEPT or self.weight > (self._most or KEPT_WEIGHT)):
             oldest = self.last.popleft()
             self.floor = oldest.seq
-            self._weight -= oldest.weight
+            self.weight -= oldest.weight
         if items:
             self.read = items[-1].seq
         self.complete = complete
         if items or complete:
-            self._tell()
+            self._wake()
+
+    def drop(self) -> None:
+        """Keep nothing. Followers that have not taken everything read the rest from the database."""
+        self.last.clear()
+        self.floor, self.weight = self.read, 0
 
     def forget(self) -> None:
         self.forgotten = True
-        self._tell()
+        self._wake()
 
     def after(self, seq: int) -> list[T] | None:
-        """What came after that number, as far as it was read; None if that is not here any more."""
+        """Return what came after that number, as far as it was read; None if some of it is not kept any more."""
         if seq < self.floor:
             return None
         news = []
@@ -73,22 +125,22 @@ class Channel(Generic[T]):
         return news
 
     async def news(self, patience: float | None) -> bool:
-        """Wait until there is something new, or for that long; say which. Many wait here, so it is a bare one."""
+        """Wait for something new, for at most so long; return whether there is. A bare future, for many wait here."""
         news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(news)
+        self._waiting[news] = None
         try:
             async with asyncio.timeout(patience):
                 await news
         except TimeoutError:
             return False
         finally:
-            self._waiting.discard(news)
+            self._waiting.pop(news, None)
         return True
 
-    def _tell(self) -> None:
-        for news in self._waiting:
-            if not news.done():
-                news.set_result(None)
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for news in waiting:
+            self._turns.admit(news)
 
 
 # Reads what came after that number; None while the database does not answer.
@@ -96,11 +148,11 @@ Page: TypeAlias = Callable[[int], Awaitable[Sequence[T] | None]]
 
 
 class Following(Generic[T]):
-    """One who follows: how far they have come."""
+    """A follower: how far it has come."""
 
     def __init__(self, channel: Channel[T], seq: int, page: Page[T]) -> None:
         self.seq = seq
-        # They had everything once, and then did not take it for so long that the channel has it no more.
+        # It had everything once, and then took so little that the channel does not keep the next item any more.
         self.fell_behind = False
         self._channel = channel
         self._page = page
@@ -108,7 +160,7 @@ class Following(Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """There is nothing more to come."""
+        """Whether nothing more will come."""
         return self._channel.forgotten or (self._channel.complete and self.seq >= self._channel.read)
 
     @property
@@ -116,7 +168,7 @@ class Following(Generic[T]):
         return self._channel.forgotten
 
     async def more(self, patience: float | None = None) -> Sequence[T]:
-        """Return what comes next; nothing if nothing came for so long, or if it has ended, or in an outage."""
+        """Return what comes next; nothing after so long without any, at the end, and while the database is away."""
         while not self.ended:
             known = self._channel.after(self.seq)
             if known is None:
@@ -127,7 +179,7 @@ class Following(Generic[T]):
                     break
                 known = list(page)
                 if not known:
-                    # It is not in the database either. What the channel has is what there is.
+                    # The database does not have it either: go on with what the channel keeps.
                     self.seq = max(self.seq, floor)
             if known:
                 self.seq = known[-1].seq

@@ -20,6 +20,7 @@ about to lose what its row says of the attempt before; the statement that puts i
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -139,14 +140,21 @@ async def append(connection: Connection, namespace: Namespace, events: Sequence[
     return {(event.run_id, event.token) for event in events} - set(rows)
 
 
-class Written(NamedTuple):
+# About how much memory an event takes beside its data.
+EVENT_WEIGHT = 300
+
+
+@dataclass(slots=True)
+class Written:
     """An event as it is read."""
 
     seq: int
     kind: str
-    # As JSON, which is passed on as it is to nearly all who want it.
+    # As JSON, which nearly every reader passes on as it is.
     text: str | None
     at: datetime
+    # As it is sent, made once for all clients by the first that needs it.
+    encoded: bytes | None = field(default=None, compare=False, repr=False)
 
     @property
     def data(self) -> Any:
@@ -154,7 +162,8 @@ class Written(NamedTuple):
 
     @property
     def weight(self) -> int:
-        return len(self.text or "")
+        """About how many bytes it takes, as it is read and as it is sent."""
+        return EVENT_WEIGHT + 2 * len(self.text or "")
 
     def as_json(self, run_id: int) -> str:
         kind, at = (pydantic_core.to_json(value).decode() for value in (self.kind, self.at))
@@ -174,7 +183,8 @@ class Chapter(NamedTuple):
 
 # One statement, so one moment: a run that is moving to `finished_runs` is in one of them, never in both or none. What
 # stands in the row is made into the events it stands for; of a run that began again, `run_events` has the earlier ones.
-# A page of a run ends where it would get too heavy; what lies behind the gap is left for the next.
+# A page of a run ends where it would get too heavy; what lies behind the gap is left for the next. A run that is being
+# pruned (`engine/retention.py`) is not there any more: some of its events may be gone.
 READ = f"""
 WITH wanted AS MATERIALIZED (
     SELECT * FROM unnest(%(runs)s::int8[], %(afters)s::int[]) AS w (id, after)
@@ -189,7 +199,7 @@ WITH wanted AS MATERIALIZED (
            r.trigger, r.scheduled_for, r.created_at, r.started_at, r.finished_at,
            r.result, r.error
     FROM wanted AS w
-    JOIN {{schema}}.finished_runs AS r ON r.id = w.id
+    JOIN {{schema}}.finished_runs AS r ON r.id = w.id AND r.expires_at > 'epoch'
 ), told AS (
     SELECT e.run_id, e.seq, e.kind, e.data, e.at
     FROM known AS k, LATERAL (
