@@ -35,6 +35,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
         # Without a schema there are no pages of it either: in production, nothing is shown that nobody asked for.
         openapi_url=None if settings.production else "/openapi.json",
+        # A redirect would send a client to whatever host its request names; /actions/ is a path that does not exist.
+        redirect_slashes=False,
     )
     app.state.fleet = Context(settings, version=__version__)
     problems.install(app)

@@ -74,6 +74,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await undo(services)
         raise
     signals.install(shutdown.begin, patience=context.settings.drain_timeout)
+    signals.server.open_to_clients(context.settings, context.connections)
     try:
         yield
     finally:
@@ -101,10 +102,10 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
         namespace,
         allowed=settings.migrates_on_start,
         wait=settings.migrate_wait,
-        given_up=signals.server_was_told,
+        given_up=signals.server.was_told,
     )
 
-    port = signals.server_port or settings.port
+    port = signals.server.port or settings.port
     member = Member(
         settings,
         addresses,
@@ -180,7 +181,7 @@ class Shutdown:
         self._shared = shared
         self._stream = stream
         self._engine = engine
-        self._delay = 0.0 if signals.reloading else settings.drain_delay_seconds
+        self._delay = 0.0 if signals.server.reloading else settings.drain_delay_seconds
         self._grace = settings.grace_period - WATCHDOG_RESERVE
         self._skip = asyncio.Event()
         self._server_done = asyncio.Event()

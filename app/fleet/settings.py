@@ -34,6 +34,7 @@ WATCHDOG_RESERVE = 3.0
 
 Scope = Literal["read", "operate", "admin"]
 Seconds = Annotated[float, Field(ge=0, le=3600)]
+Timeout = Annotated[float, Field(ge=1, le=3600)]
 
 
 class FleetSettings(BaseSettings):
@@ -68,6 +69,11 @@ class FleetSettings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     max_body: int = Field(default=1_048_576, ge=1024)
+    max_header: int = Field(default=65_536, ge=4096, le=1_048_576)
+    connections: int = Field(default=4096, ge=16, le=1_000_000)
+    header_timeout: Timeout = 10.0
+    transfer_timeout: Timeout = 30.0
+    idle_timeout: Timeout = 75.0
     streams: int = Field(default=2000, ge=1)
     streams_per_key: int = Field(default=500, ge=1)
     stream_age: Annotated[float, Field(gt=0, le=3600)] = 900.0

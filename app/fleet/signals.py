@@ -2,8 +2,7 @@
 
 uvicorn installs its own handler before it runs the lifespan, and closes its listener within 100 ms of a signal. A
 handler that is installed during start-up replaces uvicorn's and can call it later; one installed before would be
-overwritten, and `loop.add_signal_handler` would leave uvicorn without the signal for good. From the handler it
-replaces one also learns which server this is, and how it was configured.
+overwritten, and `loop.add_signal_handler` would leave uvicorn without the signal for good.
 
     first signal        the shutdown begins; the server knows nothing yet
     second              the wait is skipped
@@ -22,11 +21,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from app.fleet.server import Server
+
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """One handler for the life of the process, and what the server's own tells about the server."""
+    """One handler for the life of the process."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
@@ -34,27 +35,13 @@ class Signals:
         self._handed_over = False
         self._begin: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # uvicorn installs `Server.handle_exit` before it runs the lifespan; its object knows the configuration.
-        self._server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-
-    @property
-    def server_port(self) -> int | None:
-        return getattr(getattr(self._server, "config", None), "port", None)
-
-    @property
-    def reloading(self) -> bool:
-        """Under `--reload` nobody is balanced anywhere, and somebody waits at a desk."""
-        return bool(getattr(getattr(self._server, "config", None), "should_reload", False))
-
-    def server_was_told(self) -> bool:
-        """Whether the server has had a signal already: before `install`, it has them all."""
-        return bool(getattr(self._server, "should_exit", False))
+        self.server = Server()
 
     def install(self, begin: Callable[[], None], *, patience: float) -> None:
         """From now on a signal calls `begin` in the loop; so does each further one, until the hand-over."""
         self._begin = begin
         self._loop = asyncio.get_running_loop()
-        self._bound_patience(math.ceil(patience))
+        self.server.bound_patience(math.ceil(patience))
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._on_signal) for number in NUMBERS}
 
@@ -84,10 +71,3 @@ class Signals:
         else:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-
-    def _bound_patience(self, ours: int) -> None:
-        """Give uvicorn our limit for requests in flight: it has none by itself, and a longer one would not be kept."""
-        config = getattr(self._server, "config", None)
-        if config is not None and hasattr(config, "timeout_graceful_shutdown"):
-            theirs = config.timeout_graceful_shutdown
-            config.timeout_graceful_shutdown = ours if theirs is None else min(ours, theirs)

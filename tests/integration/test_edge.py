@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from fastapi import Response
 
 from app.fleet.http.auth import make_key
 from app.fleet.http.problems import KINDS
@@ -115,7 +116,16 @@ async def test_an_unknown_path_is_a_problem(running: Running) -> None:
 async def test_a_wrong_method_is_a_problem_that_names_the_right_ones(running: Running) -> None:
     answer = await running.client.delete("/health/live")
     is_problem(answer, "method-not-allowed")
-    assert answer.headers["allow"] == "GET"
+    assert answer.headers["allow"] == "GET, HEAD"
+
+
+async def test_a_path_with_a_slash_too_many_is_a_problem_and_no_redirect_to_the_host_that_was_named(
+    running: Running,
+) -> None:
+    for path in ("/actions/", "/health/live/", "/runs/"):
+        answer = await running.client.get(path, headers={"host": "elsewhere.example"})
+        is_problem(answer, "not-found")
+        assert "elsewhere.example" not in str(answer.headers) + answer.text
 
 
 async def test_a_field_that_does_not_fit_is_named_and_what_was_sent_is_not_repeated(running: Running) -> None:
@@ -236,6 +246,40 @@ async def test_requests_in_flight_are_counted_and_given_back_however_they_end(ru
     assert running.context.in_flight == 0
 
 
+@pytest.mark.parametrize(
+    "path", ["/health/live", "/health/instances", "/actions", "/runs", "/problems", "/trial/database"]
+)
+async def test_head_has_the_status_and_headers_of_get_and_no_body(running: Running, path: str) -> None:
+    get, head = await running.client.get(path), await running.client.head(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    for name in ("content-type", "cache-control", "x-frame-options"):
+        assert head.headers[name] == get.headers[name]
+    assert "content-length" in head.headers
+    assert running.context.in_flight == 0
+
+
+async def test_head_of_what_is_not_there_or_has_no_get_is_refused_as_get_is(running: Running) -> None:
+    for path, status in (("/nowhere", 404), ("/runs/1", 404), ("/runs/x", 400), ("/runs:retry", 405)):
+        assert (await running.client.head(path)).status_code == status
+    assert (await running.client.head("/runs:retry")).headers["allow"] == "POST"
+
+
+async def test_head_of_a_stream_answers_at_once_and_leaves_none_open(running: Running) -> None:
+    for path in ("/events", "/trial/events", "/trial/download?seconds=3600"):
+        head = await asyncio.wait_for(running.client.head(path), 20)
+        assert (head.status_code, head.content) == (200, b"")
+        assert running.context.open_streams.total() == running.context.in_flight == 0
+    assert (await running.client.head("/events")).headers["content-type"].startswith("text/event-stream")
+
+
+async def test_a_head_route_of_a_service_is_asked_before_its_get(running: Running) -> None:
+    async def answer_head() -> Response:
+        return Response(headers={"x-asked": "head"})
+
+    running.app.add_api_route("/own", answer_head, methods=["HEAD"])
+    assert (await running.client.head("/own")).headers["x-asked"] == "head"
+
+
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +305,85 @@ async def test_keys_open_what_their_scope_contains_and_nothing_else(address: str
         }
         is_problem(answers["read"], "forbidden")
         assert answers["operate"].status_code == answers["admin"].status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/runs:retry", "/runs:batch", "/actions/tick/runs", "/trial/parcels", "/trial/raw"])
+@pytest.mark.parametrize(("key", "slug"), [(None, "unauthorized"), ("wrong", "unauthorized"), ("reader", "forbidden")])
+async def test_the_key_is_checked_before_any_of_the_body_is_read(
+    address: str, path: str, key: str | None, slug: str
+) -> None:
+    read = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(64):
+            read += 1
+            yield b" " * 1024
+
+    reader, line = make_key("reader", "read")
+    headers = {"content-type": "application/json"} | ({"x-api-key": reader if key == "reader" else key} if key else {})
+    async with service(address, api_keys=line) as running:
+        is_problem(await running.client.post(path, content=chunks(), headers=headers), slug)
+    assert read == 0
+
+
+FOREIGN = (
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "cross-site", "origin": "http://service"},
+    {"origin": "http://elsewhere.example"},
+    {"origin": "null"},
+)
+OWN: tuple[dict[str, str], ...] = (
+    {},
+    {"sec-fetch-site": "same-origin", "origin": "http://service"},
+    {"sec-fetch-site": "none"},
+    {"origin": "http://service"},
+)
+
+
+async def test_without_keys_a_page_of_another_site_changes_nothing(running: Running) -> None:
+    async with running.context.database.connection() as connection:
+        before = (await (await connection.execute("SELECT count(*) FROM flotilla.runs")).fetchone() or (None,))[0]
+    for headers in FOREIGN:
+        for path in ("/actions/tick/pause", "/actions/tick/runs", "/runs/1/cancel", "/trial/once/a"):
+            is_problem(await running.client.post(path, headers=headers), "forbidden")
+        is_problem(await running.client.delete("/locks/a?reason=b", headers=headers), "forbidden")
+        assert (await running.client.get("/health/live", headers=headers)).status_code == 200
+    for headers in OWN:
+        assert (await running.client.post("/trial/once/a", headers=headers)).status_code == 200
+        assert (await running.client.post("/runs/1/cancel", headers=headers)).status_code == 404
+    async with running.context.database.connection() as connection:
+        after = (await (await connection.execute("SELECT count(*) FROM flotilla.runs")).fetchone() or (None,))[0]
+    assert before == after
+
+
+async def test_with_keys_it_is_the_key_that_counts_and_not_the_page(address: str) -> None:
+    key, line = make_key("operator", "operate")
+    async with service(address, api_keys=line) as running:
+        for headers in FOREIGN:
+            answer = await running.client.post("/trial/once/a", headers={**headers, "x-api-key": key})
+            assert answer.status_code == 200
+            is_problem(await running.client.post("/trial/once/a", headers=headers), "unauthorized")
+
+
+@pytest.mark.parametrize(
+    "given", ["text/plain; json", "text/plain;application/json", "text/json", "", "multipart/form-data"]
+)
+async def test_a_body_that_a_foreign_page_can_send_is_not_read_as_json(running: Running, given: str) -> None:
+    bodies = {
+        "/actions/tick/runs": b"{}",
+        "/runs:batch": b'{"runs": [{"action": "tick"}]}',
+        "/runs:retry": b'{"action": "tick"}',
+        "/trial/parcels": b'{"weight": 1}',
+    }
+    for path, content in bodies.items():
+        headers = {"content-type": given} if given else {}
+        answer = await running.client.post(path, content=content, headers=headers)
+        assert answer.status_code in {415, 422}, path
+    accepted = await running.client.post(
+        "/trial/parcels", content=b'{"weight": 1}', headers={"content-type": "application/json; charset=utf-8"}
+    )
+    assert accepted.status_code == 200
 
 
 async def test_no_key_is_told_apart_by_its_settings_line(address: str) -> None:

@@ -9,14 +9,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Body, HTTPException, Request
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Body, HTTPException
+from fastapi.responses import Response, StreamingResponse
 from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel
 from sqlalchemy import text
 
 from app import routes
-from app.fleet import InSession, breaker, limit, once
+from app.fleet import breaker, limit, once
 from app.fleet.cli import main
 from app.fleet.http import edge
 from app.fleet.http.context import InContext
@@ -62,6 +62,19 @@ async def download(seconds: float) -> StreamingResponse:
     return StreamingResponse(chunks(), media_type="application/octet-stream")
 
 
+@router.get("/large")
+async def large(megabytes: int, how: str) -> Response:
+    """Answer with much, at once or in pieces."""
+    if how == "whole":
+        return Response(b"x" * (megabytes << 20))
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(megabytes * 16):
+            yield b"x" * 65536
+
+    return StreamingResponse(chunks())
+
+
 @router.post("/parcels")
 async def parcels(parcel: Parcel) -> Parcel:
     return parcel
@@ -99,15 +112,6 @@ async def fail() -> None:
 async def database(context: InContext) -> int:
     async with context.database.session() as session:
         return int((await session.execute(text("SELECT 42"))).scalar_one())
-
-
-@router.post("/holds-a-session")
-async def hold_a_session(request: Request, session: InSession) -> None:
-    """Say which backend serves this request's transaction, and use it again when that backend has ended."""
-    pid = (await session.execute(text("SELECT pg_backend_pid()"))).scalar_one()
-    request.app.state.held.put_nowait(pid)
-    # Until the test ends the backend, or leaves.
-    await session.execute(text("SELECT pg_sleep(60)"))
 
 
 @router.get("/tidy")

@@ -59,8 +59,6 @@ def serve(
         port=listener.getsockname()[1],
         log_config=None,
         server_header=False,
-        # Longer than the idle timeout of common load balancers, so that it is never we who close under a request.
-        timeout_keep_alive=75,
     )
     server = uvicorn.Server(config)
     with contextlib.suppress(KeyboardInterrupt):

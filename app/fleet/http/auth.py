@@ -14,11 +14,12 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Annotated
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
 
 from app.fleet.http.context import Context, InContext
 from app.fleet.http.problems import Forbidden, TooManyRequests, Unauthorized
@@ -63,37 +64,60 @@ def needs(scope: Scope | None = None) -> Callable[..., Awaitable[None]]:
     async def authorise(
         request: Request,
         context: InContext,
-        token: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)] = None,
-        key: Annotated[str | None, Depends(header)] = None,
+        # For the schema; `check` reads the headers.
+        _token: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)] = None,
+        _key: Annotated[str | None, Depends(header)] = None,
     ) -> None:
-        needed: Scope = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
-        request.state.key = None
-        if not context.settings.api_keys:
-            return
-        given = token.credentials if token else key
-        if not given:
-            context.refusals.count("missing")
-            raise Unauthorized(
-                f"this needs an API key with the scope {needed!r}: send `Authorization: Bearer …`",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        granted = scope_of(context.settings, given)
-        if granted is None:
-            if wait := context.refusals.unknown_key(request.client.host if request.client else ""):
-                raise TooManyRequests(
-                    "too many requests with unknown API keys came from this address: check the key, then try again",
-                    retry_after=wait,
-                )
-            raise Unauthorized(
-                "this API key is not known here: check that it is complete and still configured",
-                headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
-            )
-        request.state.key = digest(given)
-        if RANK[granted] < RANK[needed]:
-            context.refusals.count("scope")
-            raise Forbidden(f"this needs an API key with the scope {needed!r}, and yours has {granted!r}")
+        check(request, context, scope)
 
+    authorise.checks = scope  # type: ignore[attr-defined]
     return authorise
+
+
+def check_key(scope: MutableMapping[str, Any], context: Context) -> None:
+    """Refuse a request whose key its route will refuse. Called before the body is read, as dependencies are not.
+
+    FastAPI keeps the route in the ASGI scope, with its dependencies. Where it does not, the body is read first, and the
+    dependency refuses.
+    """
+    if not context.settings.api_keys:
+        return
+    route = scope.get("fastapi", {}).get("effective_route_context") or scope.get("route")
+    dependant = getattr(route, "dependant", None)
+    for dependency in getattr(dependant, "dependencies", ()):
+        if hasattr(dependency.call, "checks"):
+            check(Request(scope), context, dependency.call.checks)
+
+
+def check(request: Request, context: Context, scope: Scope | None) -> None:
+    """Refuse a request whose key does not have the scope; without any keys, let everything pass."""
+    needed: Scope = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
+    request.state.key = None
+    if not context.settings.api_keys:
+        return
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    given = token if scheme.lower() == "bearer" and token else request.headers.get("x-api-key")
+    if not given:
+        context.refusals.count("missing")
+        raise Unauthorized(
+            f"this needs an API key with the scope {needed!r}: send `Authorization: Bearer …`",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    granted = scope_of(context.settings, given)
+    if granted is None:
+        if wait := context.refusals.unknown_key(request.client.host if request.client else ""):
+            raise TooManyRequests(
+                "too many requests with unknown API keys came from this address: check the key, then try again",
+                retry_after=wait,
+            )
+        raise Unauthorized(
+            "this API key is not known here: check that it is complete and still configured",
+            headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
+        )
+    request.state.key = digest(given)
+    if RANK[granted] < RANK[needed]:
+        context.refusals.count("scope")
+        raise Forbidden(f"this needs an API key with the scope {needed!r}, and yours has {granted!r}")
 
 
 def key_of(request: Request) -> str | None:

@@ -15,6 +15,7 @@ from app.fleet.http.problems import Unavailable
 from app.fleet.http.readiness import Readiness
 from app.fleet.http.refusals import Refusals
 from app.fleet.phase import Course
+from app.fleet.server import Connections
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.stream import Stream
 
@@ -25,18 +26,24 @@ class Context:
     version: str
     course: Course = field(default_factory=Course)
     in_flight: int = 0
+    # Requests whose client left before the whole body had arrived.
+    abandoned: int = 0
     # How many streams are open, by the key that opened them.
     open_streams: Counter[str | None] = field(default_factory=Counter)
     refusals: Refusals = field(default_factory=Refusals)
     # Why the start was refused, if it was.
     refused: FleetError | None = None
     shutdown_seconds: dict[str, float] = field(default_factory=dict)
+    connections: Connections = field(init=False)
     _database: Database | None = None
     _member: Member | None = None
     _engine: Engine | None = None
     _stream: Stream | None = None
     _shared: Coordination | None = None
     _readiness: Readiness | None = None
+
+    def __post_init__(self) -> None:
+        self.connections = Connections(self.settings)
 
     def started(self, database: Database, member: Member, shared: Coordination, stream: Stream, engine: Engine) -> None:
         self._database, self._member, self._shared = database, member, shared

@@ -5,7 +5,12 @@ Pure ASGI, and one object for all of it, because each thing it does needs the sa
 - a request id, the client's if it sent a sensible one, on the response and on every log line of the request;
 - our own count of requests in flight, which the shutdown waits on: uvicorn forgets requests it has cancelled;
 - the body limit, by the declared length before anything is read, and by what really arrives;
-- the log line of a request that failed, with its id, and the one of every request that may change something;
+- the API key of a route that needs one, before any of the body is read (`auth.check_key`);
+- without API keys, the refusal of state-changing requests that a browser sends for a page of another site;
+- the refusal of requests on a connection beyond the limit (`server.py`), probes excepted;
+- HEAD for every path that has GET: the same status and headers, and whatever would write the body is ended;
+- the log line of a request that failed, with its id, and the one of every request that may change something; of a
+  request whose client left in the middle of the body, one line without a traceback;
 - security headers, unless a route set them itself;
 - while draining, `Connection: close` on every response, so that clients go elsewhere by themselves;
 - while draining, the clean end of every Server-Sent Events stream: its generator is told that the client left, and
@@ -21,18 +26,20 @@ import random
 import re
 import uuid
 from collections.abc import Awaitable
+from urllib.parse import urlsplit
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.fleet import server
 from app.fleet.errors import FleetError
-from app.fleet.http import audit
+from app.fleet.http import audit, auth
 from app.fleet.http.context import Context
-from app.fleet.http.problems import KINDS, HttpError, PayloadTooLarge, problem
+from app.fleet.http.problems import KINDS, Forbidden, HttpError, PayloadTooLarge, Unavailable, problem
 from app.fleet.phase import Phase
-from app.fleet.telemetry.logs import events, request_id
+from app.fleet.telemetry.logs import PROBES, events, request_id
 
 log = events(__name__)
 
@@ -49,6 +56,8 @@ SECURITY_HEADERS = {
     "cache-control": "no-store",
 }
 HSTS = "max-age=31536000; includeSubDomains"
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
+DISCONNECT: Message = {"type": "http.disconnect"}
 
 
 class Edge:
@@ -91,13 +100,17 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._id = sensible_id(Headers(scope=scope).get("x-request-id"))
+        self._over_limit = server.is_over_limit(scope)
         self._received = 0
         self._body_read = False
+        self._left = False
         self._streams_events = False
         self._started = False
         self._status: int | None = None
         self._ended = False
         self._listening: asyncio.Timeout | None = None
+        # Set for a HEAD request that has no route of its own: the application is asked again, with GET.
+        self._as_get: Scope | None = None
 
     async def run(self) -> None:
         context = self._context
@@ -106,20 +119,25 @@ class Exchange:
             context.engine.enter()
         context.in_flight += 1
         try:
+            self._refuse_over_limit()
+            self._refuse_cross_site()
             self._check_declared_length()
             try:
-                await self._app(self._scope, self.receive, self.send)
+                await self._answer()
             except ExceptionGroup as errors:
                 if not (self._streams_events and was_let_go(errors)):
                     raise
             if self._streams_events and not self._ended:
                 await self._end_stream()
         except HttpError as error:
-            # The declared length was refused out here, before anything inside was asked.
+            # Refused out here, before anything inside was asked.
             if self._started:
                 raise
             refusal = problem(Request(self._scope), KINDS[error.slug], error.detail, headers=error.headers)
             await refusal(self._scope, self._receive, self.send)
+        except ClientDisconnect:
+            # Logged and counted where it was noticed.
+            pass
         except Exception as error:
             # Answered with 500 inside. Logged here, where the request id is still known, and not once more by the
             # server, unless it has to cut a response that will never be whole.
@@ -131,16 +149,59 @@ class Exchange:
             context.in_flight -= 1
             request_id.reset(token)
 
+    async def _answer(self) -> None:
+        if self._scope["method"] != "HEAD":
+            await self._app(self._scope, self.receive, self.send)
+            return
+        as_get = {**self._scope, "method": "GET"}
+        await self._app(self._scope, self.receive, self._send_unless_not_allowed)
+        if not self._started:
+            self._as_get = as_get
+            await self._app(as_get, self.receive, self.send)
+
+    async def _send_unless_not_allowed(self, message: Message) -> None:
+        if self._started or message.get("status", 200) != 405:
+            await self.send(message)
+
     # -- what comes in ------------------------------------------------------------------------------------------------
 
+    def _refuse_over_limit(self) -> None:
+        if self._over_limit and self._scope["path"] not in PROBES:
+            self._context.connections.count("limit")
+            raise Unavailable("this instance has as many connections as it may: try again, or at another instance")
+
+    def _refuse_cross_site(self) -> None:
+        """Without API keys, anybody's page could have a browser on this machine or network operate the service."""
+        if self._context.settings.api_keys or self._scope["method"] in SAFE_METHODS:
+            return
+        headers = Headers(scope=self._scope)
+        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+        if site is None and origin is not None:
+            site = "same-origin" if urlsplit(origin).netloc == headers.get("host") else "cross-site"
+        if site == "cross-site":
+            raise Forbidden(
+                "a page of another site sent this, and without API keys only this service's own pages may change "
+                "anything: set FLOTILLA_API_KEYS, and send a key"
+            )
+
     async def receive(self) -> Message:
+        if self._as_get is not None and self._ended:
+            return DISCONNECT
         if self._body_read:
             return await self._disconnect_or_drain()
+        if not self._received:
+            auth.check_key(self._scope, self._context)
         message = await self._receive()
         if message["type"] == "http.request":
             self._received += len(message.get("body", b""))
             self._check_length(self._received)
             self._body_read = not message.get("more_body", False)
+        elif not self._left:
+            self._left = True
+            self._context.abandoned += 1
+            log.info(
+                "request.abandoned", method=self._scope["method"], path=self._scope["path"], received=self._received
+            )
         return message
 
     async def _disconnect_or_drain(self) -> Message:
@@ -183,8 +244,14 @@ class Exchange:
         if message["type"] == "http.response.start":
             self._started = True
             self._status = message["status"]
-            self._dress(MutableHeaders(scope=message))
+            self._dress(MutableHeaders(scope=message), message["status"])
             self._let_go()
+            if self._as_get is not None:
+                await self._send(message)
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+                self._ended = True
+        elif self._as_get is not None:
+            return
         elif message["type"] == "http.response.body":
             self._ended = not message.get("more_body", False)
         if self._streams_events:
@@ -199,18 +266,20 @@ class Exchange:
                 await self._send(message)
         except TimeoutError:
             log.info("stream.cut", path=self._scope["path"], seconds=patience)
-            if cut(self._send):
+            if server.reset(self._send):
                 # Until the server knows; what follows is sent nowhere, and the application hears that the client left.
                 await self._receive()
 
-    def _dress(self, headers: MutableHeaders) -> None:
+    def _dress(self, headers: MutableHeaders, status: int) -> None:
         headers["x-request-id"] = self._id
         for name, value in SECURITY_HEADERS.items():
             headers.setdefault(name, value)
         if self._context.settings.production:
             headers.setdefault("strict-transport-security", HSTS)
-        if self._context.course.phase is Phase.DRAINING:
+        if self._over_limit or self._context.course.phase is Phase.DRAINING:
             headers["connection"] = "close"
+        if status == 405 and "GET" in (allowed := headers.get("allow", "").split(", ")):
+            headers["allow"] = ", ".join(dict.fromkeys([*allowed, "HEAD"]))
         self._streams_events = headers.get("content-type", "").startswith("text/event-stream")
 
     def _end_stream(self) -> Awaitable[None]:
@@ -221,14 +290,6 @@ class Exchange:
 def was_let_go(errors: "ExceptionGroup[Exception]") -> bool:
     """Whether this is what the framework makes of a stream that was let go while it had more to say."""
     return errors.split((anyio.BrokenResourceError, anyio.ClosedResourceError))[1] is None
-
-
-def cut(send: Send) -> bool:
-    """End a connection at once, if we can. ASGI has no word for that; the object whose method `send` is, has."""
-    abort = getattr(getattr(getattr(send, "__self__", None), "transport", None), "abort", None)
-    if abort is not None:
-        abort()
-    return abort is not None
 
 
 def sensible_id(given: str | None) -> str:

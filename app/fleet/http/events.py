@@ -79,8 +79,10 @@ LastSeen = Annotated[str | None, Depends(last_seen)]
 async def place(request: Request, context: InContext) -> AsyncIterator[None]:
     """Take one of the places for streams, or refuse."""
     settings, taken, key = context.settings, context.open_streams, key_of(request)
-    if taken.total() >= settings.streams:
-        raise full(f"this instance has {settings.streams} streams open, which is as many as it may have")
+    # Other requests need connections too.
+    most = min(settings.streams, context.connections.limit * 3 // 4)
+    if taken.total() >= most:
+        raise full(f"this instance has {most} streams open, which is as many as it may have")
     if key is not None and taken[key] >= settings.streams_per_key:
         raise full(f"this API key has {settings.streams_per_key} streams open here, which is as many as it may have")
     taken[key] += 1

@@ -12,6 +12,7 @@ from app.fleet.http.auth import needs
 from app.fleet.http.context import Context, InContext
 from app.fleet.http.refusals import Reason
 from app.fleet.phase import Phase
+from app.fleet.server import REASONS
 from app.fleet.telemetry.metrics import Figures, Value
 
 router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
@@ -75,5 +76,9 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_breaker_refused_total": breakers.refused.labelled(),
         "flotilla_requests_in_flight": context.in_flight,
         "flotilla_keys_refused_total": {(reason,): context.refusals.counts[reason] for reason in get_args(Reason)},
+        "flotilla_requests_abandoned_total": context.abandoned,
+        "flotilla_connections": context.connections.open,
+        "flotilla_connections_limit": context.connections.limit,
+        "flotilla_connections_closed_total": {(why,): context.connections.closed[why] for why in REASONS},
         "flotilla_shutdown_step_seconds": {(step,): seconds for step, seconds in context.shutdown_seconds.items()},
     }

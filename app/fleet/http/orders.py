@@ -8,7 +8,7 @@ that is wrong: `priority`, `payload.weight`, `runs.3.payload.weight`.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -22,6 +22,7 @@ from app.fleet.http.fields import Instant, Key, Payload
 from app.fleet.http.problems import NotFound, Unavailable, listed
 
 MOST = 1000
+JSON = "Content-Type: application/json"
 
 Answer = TypeVar("Answer")
 Body = TypeVar("Body", bound=BaseModel)
@@ -72,9 +73,10 @@ def described(model: type[BaseModel], **parts: type[BaseModel]) -> dict[str, Any
 async def read(request: Request, adapter: TypeAdapter[Body]) -> Body:
     """Read a body; no body at all is an empty object."""
     content = await request.body()
-    if content and "json" not in request.headers.get("content-type", ""):
-        # Also without any type, which is what a form on somebody else's page can send.
-        raise RequestValidationError([{"loc": ("body",), "msg": "send JSON, with `Content-Type: application/json`"}])
+    # A page of another site can have a browser send any other type, or none, without asking this service first.
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content and media_type != "application/json":
+        raise HTTPException(415, f"this path reads JSON, not {media_type or 'a body without a type'}: send `{JSON}`")
     try:
         return adapter.validate_json(content or b"{}")
     except ValidationError as error:

@@ -70,6 +70,12 @@ DEFINITIONS = (
     Definition("flotilla_breaker_refused_total", "counter", "Those who were not let in here", ("name",)),
     Definition("flotilla_requests_in_flight", "gauge", "HTTP requests being answered, streams included"),
     Definition("flotilla_keys_refused_total", "counter", "Requests refused because of their API key", ("reason",)),
+    Definition(
+        "flotilla_requests_abandoned_total", "counter", "Requests whose client left before the whole body had arrived"
+    ),
+    Definition("flotilla_connections", "gauge", "Client connections that are open"),
+    Definition("flotilla_connections_limit", "gauge", "How many client connections may be open"),
+    Definition("flotilla_connections_closed_total", "counter", "Connections closed because of a limit", ("reason",)),
     Definition("flotilla_shutdown_step_seconds", "gauge", "How long a step of the shutdown took", ("step",)),
 )
 
