@@ -10,6 +10,8 @@ LONGEST_AGO = 3650 * 86400.0
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
 
 Duration = str | float | timedelta
+# The longest that a service may be given. PostgreSQL could add more to an instant than Python can read.
+LONGEST = 366 * 86400.0
 
 
 def seconds(duration: Duration) -> float:
@@ -29,7 +31,7 @@ def of_number(number: float) -> float:
     try:
         return float(number)
     except OverflowError:
-        raise ValueError("this number of seconds is no duration: it is beyond what a number can be") from None
+        raise ValueError("this number of seconds is not a duration: it is beyond what a number can be") from None
 
 
 def written(duration: float) -> str:
@@ -38,3 +40,11 @@ def written(duration: float) -> str:
         if duration >= UNITS[unit] and duration % UNITS[unit] == 0:
             return f"{duration / UNITS[unit]:.0f}{unit}"
     return f"{duration:.12g}s" if duration >= 1 or duration == 0 else f"{duration * 1000:.12g}ms"
+
+
+def wait(duration: Duration) -> float:
+    """Read how long to wait: from 0 seconds to `LONGEST`."""
+    value = seconds(duration)
+    if not 0 <= value <= LONGEST:
+        raise ValueError(f"a wait is from 0 s to {written(LONGEST)}, and not {value:g} s")
+    return value

@@ -53,6 +53,8 @@ command line ends with; an instance that refuses to start ends with 3 whatever t
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from app.fleet.duration import Duration, wait
+
 
 class FleetError(Exception):
     """The root of the tree."""
@@ -248,8 +250,9 @@ class GiveUp(FleetError):
 
 
 class TryAgain(FleetError):
-    """`after` is how many seconds to wait; without it, what the action's backoff says."""
+    """`after` is how long to wait, from 0 s to 366 days; without it, the action's usual wait applies."""
 
-    def __init__(self, text: str = "", *, after: float | None = None) -> None:
+    def __init__(self, text: str = "", *, after: Duration | None = None) -> None:
         super().__init__(text or "asked to be tried again")
-        self.after = after
+        # In seconds. Whatever it is set to later, the executor checks it again before it uses it.
+        self.after = None if after is None else wait(after)

@@ -274,6 +274,8 @@ runs = Table(
     Column("started_at", DateTime(timezone=True)),
     Column("deadline_at", DateTime(timezone=True)),
     CheckConstraint("state IN ('pending', 'running')", name="state"),
+    # PostgreSQL has instants beyond those that Python can read: one such row, and no statement could read the others.
+    CheckConstraint("run_at BETWEEN '1970-01-01 00:00:00+00' AND '9999-01-01 00:00:00+00'", name="run_at"),
     Index("runs_pending", "action_id", "priority", "run_at", "id", postgresql_where=text("state = 'pending'")),
     Index("runs_running", "action_id", "instance_id", postgresql_where=text("state = 'running'")),
     # From line to line, and in each from its first run on, whatever state that is in.

@@ -27,15 +27,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.fleet.cluster.rate import Rate
 from app.fleet.cluster.singletons import Singleton
-from app.fleet.duration import Duration, seconds, written
+from app.fleet.db.stored_json import why_unreadable
+from app.fleet.duration import LONGEST, Duration, seconds, written
 from app.fleet.engine.run import P, Run
-from app.fleet.engine.schedule import LONGEST, Misfire, Overlap, Schedule
+from app.fleet.engine.schedule import Misfire, Overlap, Schedule
 from app.fleet.errors import ActionInvalid, ActionUnknown, PayloadInvalid, SettingsError
 
 Handler = Callable[[Any], Any]
 
 NAME = re.compile(r"[a-z][a-z0-9._-]{0,99}")
 PRIORITIES = range(-1000, 1001)
+# What a payload may have, in characters of JSON.
+PAYLOAD_MOST = 1_048_576
 FACTOR = 2.0
 SPREAD = 0.25
 
@@ -112,6 +115,13 @@ class Action(Generic[P]):
             raise payload_invalid(self.name, error) from None
         except (pydantic_core.PydanticSerializationError, UnicodeError, RecursionError) as error:
             raise PayloadInvalid(f"the payload of {self.name!r} cannot be written as JSON: {error}") from None
+        if len(text) > PAYLOAD_MOST:
+            raise PayloadInvalid(
+                f"the payload of {self.name!r} is {len(text)} characters of JSON, and may have {PAYLOAD_MOST}: keep it "
+                f"elsewhere, and a key here"
+            )
+        if why := why_unreadable(text):
+            raise PayloadInvalid(f"the payload of {self.name!r} cannot be stored as JSON: {why}")
         return None if text == "{}" else text
 
     def decode(self, text: str | None) -> P:

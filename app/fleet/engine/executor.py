@@ -12,12 +12,13 @@ free when the ledger has it durably. The executor itself never waits for an acti
     is cancelled on request           cancelled
     is still there `STUBBORN` after   the same, saying that it ignored its cancellation; whatever it still does, it
       it was cancelled                does with an old token
-    is fenced, or loses its           nothing: the run is somebody else's by now
-      instance's identity
+    writes and is refused, or loses   nothing: another attempt has the run by now
+      its instance's identity
     is cut short by a shutdown        pending again, without having used up an attempt
 
-Nothing an action raises gets further than its own run, `SystemExit` included. An action that blocks the event loop is
-found by a thread that watches it (`watch.py`).
+Nothing that an action raises, returns or emits leaves its own attempt: not `SystemExit`, and not an exception whose
+own methods raise when its text is read. Whatever happens while an end is recorded, the slot comes back. An action that
+blocks the event loop is found by a thread that watches it (`watch.py`).
 
 Stopping: no new claims from the flag on; at `stop`, actions are told (`run.stopping`) and may finish or take a
 checkpoint until `HURRY` before the limit; what is left then is cancelled and given back.
@@ -25,6 +26,7 @@ checkpoint until `HURRY` before the limit; what is left then is cancelled and gi
 
 import asyncio
 import contextvars
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,13 +37,15 @@ import psycopg
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool import Database
+from app.fleet.duration import LONGEST, seconds
 from app.fleet.engine.actions import Action, Catalogue
 from app.fleet.engine.claim import MANY, Claimant, Clock
+from app.fleet.engine.failures import FailureLog
 from app.fleet.engine.ledger import Ledger
 from app.fleet.engine.run import Run, as_json, current_run
 from app.fleet.engine.taking import ACTION, WIDTH
 from app.fleet.engine.watch import Watch
-from app.fleet.errors import DatabaseError, Fenced, GiveUp, NotJson, PayloadInvalid, TryAgain
+from app.fleet.errors import DatabaseError, GiveUp, NotJson, PayloadInvalid, TryAgain
 from app.fleet.phase import Course
 from app.fleet.service import Service, disown, let_go, woken
 from app.fleet.settings import FleetSettings
@@ -61,6 +65,7 @@ AFTER_DEFECT = 1.0
 STUBBORN = 5.0
 HURRY = 3.0
 RESULT_MOST = 1_048_576
+UNREADABLE = "(its text cannot be read)"
 
 log = events(__name__)
 
@@ -97,6 +102,7 @@ class Executor(Service):
         self._appetite = FIRST
         self._stands_back = False
         self._wake = asyncio.Event()
+        self._failures = FailureLog()
         self._watch = Watch(lambda: list(self._running.values()))
         self._claims: asyncio.Task[None] | None = None
         self._ticks: asyncio.Task[None] | None = None
@@ -288,10 +294,10 @@ class Executor(Service):
     def _ended_well(self, run: Run[Any], action: Action[Any], result: str | None) -> None:
         if run.committed:
             self.ledger.outcomes["succeeded"] += 1
-            self._on_settled([run])
+            self._settle(run)
         elif run.ending == "fenced":
             self.ledger.refuse(run, "completion", stop=False)
-            self._on_settled([run])
+            self._settle(run)
         elif run.ending == "timeout" or (run.ending is None and self.now() > run.deadline):
             # Too late is too late, also for one that kept the loop from noticing.
             self._retry_or_fail(run, action, exceeded(action, run))
@@ -299,13 +305,20 @@ class Executor(Service):
             self.ledger.succeeded(run, result)
 
     def _ended_badly(self, run: Run[Any], action: Action[Any], error: BaseException) -> None:
+        try:
+            self._record_failure(run, action, error)
+        except BaseException:  # noqa: BLE001 — methods of the exception were called, and may do anything
+            if not run.recorded:
+                self._retry_or_fail(run, action, f"{type(error).__name__}: {UNREADABLE}")
+
+    def _record_failure(self, run: Run[Any], action: Action[Any], error: BaseException) -> None:
         if run.committed:
             # The effects and the completion are there; what was raised after them changes neither.
-            log.warning("run.failed_after_commit", run=run.id, action=run.action, reason=told(error))
             self.ledger.outcomes["succeeded"] += 1
-            self._on_settled([run])
-        elif run.ending == "fenced" or isinstance(error, Fenced):
-            self._on_settled([run])
+            self._settle(run)
+            log.warning("run.failed_after_commit", run=run.id, action=run.action, reason=told(error))
+        elif run.ending == "fenced":
+            self._settle(run)
         elif run.ending == "paused":
             self.ledger.paused(run)
         elif run.ending == "cancelled":
@@ -313,18 +326,25 @@ class Executor(Service):
         elif run.ending == "timeout":
             self._retry_or_fail(run, action, exceeded(action, run))
         elif isinstance(error, GiveUp):
-            self.ledger.failed(run, f"gave up: {error}")
+            self.ledger.failed(run, f"gave up: {text_of(error)}")
         elif isinstance(error, PayloadInvalid | NotJson):
-            self.ledger.failed(run, str(error))
+            self.ledger.failed(run, text_of(error))
         elif isinstance(error, TryAgain):
-            self._retry_or_fail(run, action, str(error), error.after)
+            self._retry_or_fail(run, action, text_of(error), wait_of(error))
         else:
-            log.warning("run.raised", run=run.id, action=run.action, attempt=run.attempt, error=error)
-            self._retry_or_fail(run, action, told(error))
+            # A `Fenced` as well, whoever raised it. If this attempt has lost its run, its token is refused.
+            reason = told(error)
+            self._retry_or_fail(run, action, reason)
+            self._failures.write(run, error, reason, self.now())
+
+    def _settle(self, run: Run[Any]) -> None:
+        """Give the slot back at once: there is nothing to write, or it is not ours to write."""
+        run.recorded = True
+        self._on_settled([run])
 
     def _retry_or_fail(self, run: Run[Any], action: Action[Any], text: str, after: float | None = None) -> None:
         if run.tries < run.max_attempts:
-            self.ledger.retry(run, action.backoff(run.tries) if after is None else max(0.0, after), text)
+            self.ledger.retry(run, action.backoff(run.tries) if after is None else after, text)
         else:
             self.ledger.failed(run, text)
 
@@ -373,7 +393,7 @@ class Executor(Service):
             disown(run.task)
         action = self._catalogue[run.action]
         if run.ending == "fenced" or not recorded:
-            self._on_settled([run])
+            self._settle(run)
         elif run.ending == "paused":
             self.ledger.paused(run)
         elif run.ending == "cancelled":
@@ -389,10 +409,13 @@ class Executor(Service):
             now = self._loop.time()
             self._watch.tick()
             for run in [run for run in self._running.values() if run.deadline < now]:
-                if run.ending is None:
-                    self._end(run, "timeout")
-                else:
-                    self._abandon(run)
+                try:
+                    if run.ending is None:
+                        self._end(run, "timeout")
+                    else:
+                        self._abandon(run)
+                except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+                    log.error("engine.defect", error=error, service="executor")
 
     # -- told by the ledger -------------------------------------------------------------------------------------------
 
@@ -416,17 +439,43 @@ def deliver(done: "asyncio.Future[Any]", value: Any, error: BaseException | None
         return
     if error is None:
         done.set_result(value)
-    else:
-        # A future takes no StopIteration, and a CancelledError in it would look like our own.
-        wrapped = RuntimeError(told(error)) if isinstance(error, StopIteration) else error
-        done.set_exception(wrapped)
+        return
+    try:
+        done.set_exception(error)
+    except BaseException:  # noqa: BLE001 — a future refuses a StopIteration
+        done.set_exception(RuntimeError(told(error)))
 
 
 def told(error: BaseException) -> str:
-    text = describe(error)
-    if isinstance(error, asyncio.CancelledError):
+    """Return an exception's class and text as one line, whatever its own methods do."""
+    try:
+        text = describe(error)
+    except BaseException:  # noqa: BLE001 — see above
+        text = f"{type(error).__name__}: {UNREADABLE}"
+    if issubclass(type(error), asyncio.CancelledError):
         return text.replace(type(error).__name__, "it was cancelled from inside", 1)
     return text
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, without its class."""
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 — the exception is the action's; its `__str__` may do anything
+        return UNREADABLE
+
+
+def wait_of(error: TryAgain) -> float | None:
+    """Return how many seconds to wait; None, for the usual wait, if the exception does not say.
+
+    The constructor has checked it, but a subclass need not call that, and anyone may set the attribute.
+    """
+    try:
+        given = error.after
+        wait = None if given is None else seconds(given)
+    except BaseException:  # noqa: BLE001 — the exception is the action's; its properties may do anything
+        return None
+    return None if wait is None or math.isnan(wait) else min(max(0.0, wait), LONGEST)
 
 
 def exceeded(action: Action[Any], run: Run[Any]) -> str:

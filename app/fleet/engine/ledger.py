@@ -7,6 +7,9 @@ is written at once, a flood in batches of `BATCH`. In each round it writes, in t
     runs given back         a retry, a pause: `pending` again
     runs that ended         moved from `runs` to `finished_runs`, in one statement
 
+A round takes a fair share of events from each run that has any, and holds back the ends of those runs alone that have
+more. So a run that emits without end delays nobody else: it fills its own `UNWRITTEN_MOST` and waits in `emit`.
+
 Every statement asks for `(id, token)` and the state `running`. A row that is not found was taken over: that write is
 refused, counted, and whoever still works on the run is stopped. Unless it is our own write come back: when a
 connection breaks under a statement, nobody knows whether it happened, so it is sent again, and what is missing then
@@ -25,7 +28,7 @@ What it does not promise: that an event which was not yet written survives the d
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -39,13 +42,13 @@ from app.fleet.db.statements import array, fetch
 from app.fleet.engine.ending import INSERT_FINISHED, NOTE_ENDED
 from app.fleet.engine.run import STATE_MOST, Run, as_json
 from app.fleet.engine.telling import tell
-from app.fleet.errors import Fenced
+from app.fleet.errors import EngineError, Fenced
 from app.fleet.service import let_go
 from app.fleet.stream import events as stream
 from app.fleet.stream.feed import noted
 from app.fleet.stream.relay import CHANGED, SAID, Relay
 from app.fleet.telemetry.logs import events
-from app.fleet.telemetry.redaction import redact
+from app.fleet.telemetry.redaction import describe, redact
 
 Answer = TypeVar("Answer")
 
@@ -56,11 +59,21 @@ WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 BATCH = 1000
 RETRY = 0.1
 AFTER_DEFECT = 1.0
-# Events an instance keeps before `emit` waits for the ledger.
-EVENTS_KEPT = 5000
+# Events of one run in a batch, before the next run's turn.
+SHARE = 10
+# Characters of events in one statement.
+BATCH_WEIGHT = 4_194_304
+# Events of one run, and their characters, that wait to be written before its `emit` waits.
+UNWRITTEN_MOST = 500
+UNWRITTEN_WEIGHT = 1_048_576
+# Events that a run may have, its changes of state among them.
+EVENTS_MOST = 100_000
+REFUSED = "what it wrote was refused by PostgreSQL:"
 ERROR_MOST = 10_000
 # Deadlock, serialization failure: try again, nothing is wrong with the values.
 TRANSIENT = {"40001", "40P01", "55P03", "57014"}
+# The class of what exceeds a limit of PostgreSQL's: it would exceed it again, although the driver calls it operational.
+TOO_MUCH = "54"
 
 log = events(__name__)
 
@@ -153,6 +166,9 @@ class Returned(NamedTuple):
     error: str | None
 
 
+AnyEnd = TypeVar("AnyEnd", Ended, Returned)
+
+
 class Kept(NamedTuple):
     run: Run[Any]
     state: str
@@ -182,35 +198,43 @@ class Ledger:
         self._ended: list[Ended] = []
         self._returned: list[Returned] = []
         self._kept: list[Kept] = []
-        self._events: list[tuple[Run[Any], stream.Event]] = []
+        # Each run's unwritten events. The run whose turn comes last is last.
+        self._events: dict[Run[Any], deque[stream.Event]] = {}
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._room = asyncio.Event()
-        self._room.set()
+        # Replaced with each round: set when that round has ended.
+        self._round = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- what an attempt says -----------------------------------------------------------------------------------------
 
     def succeeded(self, run: Run[Any], result: str | None) -> None:
+        run.recorded = True
         self._ended.append(Ended(run, None, result, None))
         self._work.set()
 
     def failed(self, run: Run[Any], error: str) -> None:
-        self._ended.append(Ended(run, "failed", None, storable(error)))
-        self._work.set()
+        self._end_badly(run, "failed", error)
 
     def cancelled(self, run: Run[Any], error: str) -> None:
-        self._ended.append(Ended(run, "cancelled", None, storable(error)))
-        self._work.set()
+        self._end_badly(run, "cancelled", error)
 
     def retry(self, run: Run[Any], delay: float, error: str) -> None:
-        self._returned.append(Returned(run, delay, storable(error)))
-        self._work.set()
+        self._give(Returned(run, delay, storable(error)))
 
     def paused(self, run: Run[Any]) -> None:
-        self._returned.append(Returned(run, None, None))
+        self._give(Returned(run, None, None))
+
+    def _end_badly(self, run: Run[Any], state: str, error: str) -> None:
+        self._ended.append(Ended(run, state, None, storable(error)))
+        run.recorded = True
+        self._work.set()
+
+    def _give(self, returned: Returned) -> None:
+        self._returned.append(returned)
+        returned.run.recorded = True
         self._work.set()
 
     async def checkpoint(self, run: Run[Any], state: str) -> None:
@@ -220,36 +244,37 @@ class Ledger:
         await done
 
     async def emit(self, run: Run[Any], kind: str, data: str | None) -> None:
-        if run.ending == "fenced":
+        while run.said >= UNWRITTEN_MOST or run.said_weight >= UNWRITTEN_WEIGHT:
+            await self._until_round_ends()
+        if run.ending == "fenced" or run.recorded:
             self.refuse(run, "event")
             raise fenced(run)
+        if run.events + run.said >= EVENTS_MOST:
+            raise EngineError(
+                f"run {run.id} has {EVENTS_MOST} events, and may have no more: emit less often, or keep what there is "
+                f"to say in a table of your own"
+            )
+        event = stream.Event(run.id, run.token, kind, data)
         run.said += 1
-        self._events.append((run, stream.Event(run.id, run.token, kind, data)))
+        run.said_weight += event.weight
+        self._events.setdefault(run, deque()).append(event)
         self._work.set()
-        if len(self._events) > EVENTS_KEPT:
-            self._room.clear()
-            await self._room.wait()
 
     @asynccontextmanager
     async def committing(self, run: Run[Any]) -> AsyncIterator[AsyncSession]:
-        try:
-            async with self._database.session() as session:
-                yield session
-        except Fenced:
-            self.refuse(run, "commit")
-            raise
+        async with self._database.session() as session:
+            yield session
         self._relay.tell(CHANGED, [run.id])
 
     async def complete_in(self, session: AsyncSession, run: Run[Any]) -> None:
         """Complete a run in the transaction of its effects. Its events first: they must be there before its end."""
         while run.said:
-            self._work.set()
-            await self._idle.wait()
-            await asyncio.sleep(0)
+            await self._until_round_ends()
         result = None if run.result is None else as_json(run.result, "the result", STATE_MOST)
         values = {"ids": [run.id], "tokens": [run.token], "states": None, "results": [result], "errors": None}
         # Asked for the id, because SQLAlchemy does not tell how many rows a statement without any changed.
         if not await fetch(session, self._sql(FINISH + "RETURNING id"), values):
+            self.refuse(run, "commit")
             raise fenced(run)
 
     async def guard(self, session: AsyncSession, run: Run[Any]) -> None:
@@ -278,6 +303,10 @@ class Ledger:
             await self._idle.wait()
             await asyncio.sleep(0)
 
+    async def _until_round_ends(self) -> None:
+        self._work.set()
+        await self._round.wait()
+
     async def stop(self) -> None:
         await let_go(self._task)
         await self._lane.close()
@@ -297,29 +326,51 @@ class Ledger:
                 await asyncio.sleep(AFTER_DEFECT)
             finally:
                 self._idle.set()
+                self._round.set()
+                self._round = asyncio.Event()
 
     async def _write_round(self) -> None:
-        said, self._events = self._events[:BATCH], self._events[BATCH:]
+        said = self._share_of_events()
         kept, self._kept = self._kept[:BATCH], self._kept[BATCH:]
         # A run's events are all written before its end: it said them before it ended.
-        more = bool(self._events)
-        returned, self._returned = (self._returned, []) if not more else ([], self._returned)
-        ended: list[Ended] = []
-        if not more:
-            ended, self._ended = self._ended[:BATCH], self._ended[BATCH:]
+        returned, self._returned = self._without_events(self._returned)
+        ended, self._ended = self._without_events(self._ended)
         if said:
             await self._persist(said, self._append)
-            for run, _ in said:
+            for run, event in said:
                 run.said -= 1
-            self._room.set()
+                run.said_weight -= event.weight
         if kept:
             await self._persist(kept, self._keep)
         if returned:
             await self._persist(returned, self._give_back)
         if ended:
             await self._persist(ended, self._finish)
-        if more or self._ended or self._kept:
+        if self._events or self._ended or self._returned or self._kept:
             self._work.set()
+
+    def _share_of_events(self) -> list[tuple[Run[Any], stream.Event]]:
+        """Take the next batch of events: as many of each run as the batch has room for, a few at a time."""
+        said: list[tuple[Run[Any], stream.Event]] = []
+        weight = 0
+        while self._events and len(said) < BATCH and weight < BATCH_WEIGHT:
+            run = next(iter(self._events))
+            unwritten = self._events.pop(run)
+            for _ in range(min(len(unwritten), SHARE)):
+                event = unwritten.popleft()
+                weight += event.weight
+                said.append((run, event))
+            if unwritten:
+                self._events[run] = unwritten
+        return said
+
+    def _without_events(self, ends: list[AnyEnd]) -> tuple[list[AnyEnd], list[AnyEnd]]:
+        """Part those that may be written in this round from those that wait: for their run's events, or for room."""
+        if not self._events:
+            return ends[:BATCH], ends[BATCH:]
+        ready = [each for each in ends if each.run not in self._events][:BATCH]
+        now = {each.run for each in ready}
+        return ready, [each for each in ends if each.run not in now]
 
     async def _persist(self, batch: Sequence[Any], write: Callable[..., Coroutine[Any, Any, None]]) -> None:
         """Write a batch, for as long as it takes."""
@@ -331,7 +382,7 @@ class Ledger:
                 # A checkpoint is nothing that anybody follows.
                 if self._relay.wanted and write != self._keep:
                     self._relay.tell(SAID if write == self._append else CHANGED, [item[0].id for item in batch])
-            except (psycopg.Error, DatabaseAway) as error:
+            except Exception as error:  # noqa: BLE001 — whatever is wrong with one of them, the others are written
                 if not worth_repeating(error):
                     await self._isolate(batch, write, error)
                     return
@@ -352,12 +403,12 @@ class Ledger:
         (item,) = batch
         run: Run[Any] = item[0]
         log.error("run.write_refused", run=run.id, action=run.action, what=write.__name__.strip("_"), error=error)
-        text = f"what it wrote was refused by PostgreSQL: {' '.join(str(error).split())}"
+        text = f"{REFUSED} {describe(error)}"
         if isinstance(item, Kept):
             if not item.done.done():
                 item.done.set_exception(error)
-        elif isinstance(item, Ended) and item.error != text:
-            await self._persist([Ended(run, "failed", None, text)], write)
+        elif may_fail(item):
+            await self._persist([Ended(run, "failed", None, storable(text))], self._finish)
         elif isinstance(item, Ended | Returned):
             # Its deadline is what is left to end it.
             self._settled([run])
@@ -480,11 +531,20 @@ def fenced(run: Run[Any]) -> Fenced:
     )
 
 
+def may_fail(item: Any) -> bool:
+    """Whether its run can be recorded as failed instead; not if that is what was refused."""
+    if isinstance(item, Returned):
+        return item.delay is not None
+    return isinstance(item, Ended) and not (item.error or "").startswith(REFUSED)
+
+
 def worth_repeating(error: BaseException) -> bool:
     if isinstance(error, DBAPIError) and error.orig is not None:
         error = error.orig
     if isinstance(error, psycopg.Error) and error.sqlstate in TRANSIENT:
         return True
+    if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(TOO_MUCH):
+        return False
     return isinstance(error, DatabaseAway | psycopg.OperationalError | psycopg.InterfaceError) or shows_an_outage(error)
 
 

@@ -27,6 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from typing_extensions import TypeVar
 
+from app.fleet.db.stored_json import why_unreadable
 from app.fleet.errors import EngineError, NotJson
 from app.fleet.stream.events import LOG, PROGRESS, RESERVED
 
@@ -52,7 +53,7 @@ class Run(Generic[P]):
     __slots__ = (
         "_action", "_ledger", "_payload", "_payload_text", "_state", "_state_text", "action_id", "attempt", "blocked",
         "committed", "committing", "deadline", "ending", "events", "id", "limited", "max_attempts", "order_by",
-        "priority", "result", "said", "scheduled_for", "task", "token", "tries", "trigger",
+        "priority", "recorded", "result", "said", "said_weight", "scheduled_for", "task", "token", "tries", "trigger",
     )
     # fmt: on
 
@@ -75,8 +76,10 @@ class Run(Generic[P]):
         self._state: Any = UNREAD
         self.result: Any = None
         self.committing = self.committed = False
-        # Events that are not written yet; `events` is how many are, its changes of state among them.
-        self.said = 0
+        # Events that are not written yet, and their size; `events` counts those that are, with the changes of state.
+        self.said = self.said_weight = 0
+        # Its end is with the ledger, or needs no writing. What this attempt says after that is refused.
+        self.recorded = False
         # Why its task was cancelled, if it was; set by the executor.
         self.ending: str | None = None
         self.deadline = 0.0
@@ -213,4 +216,6 @@ def as_json(value: Any, what: str, most: int) -> str:
         raise NotJson(
             f"{what} is {len(text)} characters of JSON, and may have {most}: keep it elsewhere, and a key here"
         )
+    if why := why_unreadable(text):
+        raise NotJson(f"{what} cannot be stored as JSON: {why}")
     return text

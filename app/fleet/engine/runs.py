@@ -13,6 +13,7 @@ from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.engine.ending import INSERT_FINISHED, NEXT_OF_LINES, NOTE_ENDED
 from app.fleet.engine.telling import tell
 from app.fleet.errors import RunNotReady, RunUnknown
@@ -160,6 +161,7 @@ async def find(connection: Connection, namespace: Namespace, identifier: int) ->
 
 async def find_all(connection: Connection, namespace: Namespace, identifiers: Sequence[int]) -> list[RunRecord]:
     async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
+        cursor.adapters.register_loader("json", StoredJsonLoader)
         await cursor.execute(namespace.sql(FIND), {"ids": list(identifiers)})
         return await cursor.fetchall()
 
@@ -186,6 +188,7 @@ async def find_page(
         sides = [f"({side} WHERE {of_action} {PAGE})" for side in (FROM_ACTIVE, FROM_FINISHED)]
     statement = f"SELECT * FROM ({' UNION ALL '.join(sides)}) AS page ORDER BY id DESC LIMIT %(limit)s"
     async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
+        cursor.adapters.register_loader("json", StoredJsonLoader)
         await cursor.execute(namespace.sql(statement), values)
         return await cursor.fetchall()
 

@@ -23,7 +23,7 @@ from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
 
-from app.fleet.duration import Duration, seconds, written
+from app.fleet.duration import LONGEST, Duration, seconds, written
 
 Misfire = Literal["once", "all", "skip"]
 Overlap = Literal["skip", "queue", "allow"]
@@ -32,7 +32,6 @@ HARDLY_LATE = 10.0
 # How many missed slots one claim takes on; the next claim goes on from there.
 AT_ONCE = 100
 SHORTEST = 0.1
-LONGEST = 366 * 86400.0
 TEXT = re.compile(r"(?:every (?P<every>\S+)|cron (?P<cron>.+) in (?P<zone>\S+?))(?: jitter (?P<jitter>\S+))?")
 
 

@@ -50,6 +50,10 @@ class Event(NamedTuple):
     # How many the run had before this batch, if that is known: then it is written once, however often it is sent.
     before: int | None = None
 
+    @property
+    def weight(self) -> int:
+        return len(self.data or "")
+
 
 # The order within the batch is the order in which they were emitted.
 APPEND = """

@@ -1,0 +1,65 @@
+"""What is written as JSON can be read again by whoever reads it."""
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+import pydantic_core
+import pytest
+
+from app.fleet import TryAgain
+from app.fleet.db.stored_json import DEEPEST, DIGITS_MOST, why_unreadable
+from app.fleet.duration import LONGEST
+
+
+def nested(depth: int, inner: Any = 1) -> Any:
+    for number in range(depth):
+        inner = [inner] if number % 2 else {"[": inner}
+    return inner
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_an_integer_is_as_long_as_every_reader_allows(sign: str) -> None:
+    longest = sign + "9" * DIGITS_MOST
+    assert why_unreadable(f'{{"a": {longest}}}') is None
+    assert json.loads(longest)
+    assert why_unreadable(f'{{"a": [{longest}0]}}') == "it has an integer of more than 4300 digits"
+
+
+def test_digits_in_a_text_are_no_integer() -> None:
+    text = pydantic_core.to_json({"a": "1" * 5000, "b": ['\\"', "2" * 5000]}).decode()
+    assert why_unreadable(text) is None
+
+
+def test_what_is_as_deep_as_it_may_be_can_be_served_within_a_page_of_runs() -> None:
+    text = json.dumps(nested(DEEPEST))
+    assert why_unreadable(text) is None
+    assert pydantic_core.to_json({"items": [{"result": json.loads(text)}]})
+    assert why_unreadable(json.dumps(nested(DEEPEST + 1))) == "it is nested more than 200 deep"
+    assert why_unreadable(json.dumps([[1]] * 1000)) is None
+    assert why_unreadable(json.dumps(["[" * 1000] * 10)) is None
+
+
+def test_no_text_of_the_allowed_length_takes_long_to_look_through() -> None:
+    began = time.process_time()
+    for text in ("9" * 4300 + " ", "[1]," * 10, '"\\"', "[", "x"):
+        why_unreadable(text * (1_000_000 // len(text)))
+    # A quadratic search would take minutes.
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    "after", [-1, float("nan"), float("inf"), LONGEST + 1, 10**400, "soon", timedelta.max, [], True]
+)
+def test_a_wait_that_cannot_be_is_refused_where_it_is_written(after: Any) -> None:
+    with pytest.raises(ValueError, match=r"a wait is from 0 s to 366d|is not a duration"):
+        TryAgain("later", after=after)
+
+
+@pytest.mark.parametrize(
+    ("after", "seconds"),
+    [(None, None), (0, 0), (1.5, 1.5), ("1h30m", 5400), (timedelta(minutes=1), 60), (LONGEST, LONGEST)],
+)
+def test_a_wait_is_given_as_every_duration(after: Any, seconds: float | None) -> None:
+    assert TryAgain("later", after=after).after == seconds
