@@ -102,6 +102,25 @@ async def test_leadership_that_changes_hands_again_and_again_is_flapping(here: D
     assert await found(here) == {}
 
 
+async def test_leaders_that_leave_one_after_the_other_are_a_deploy_and_no_flapping(here: Desk) -> None:
+    """Six instances are replaced, each of them leads for a while; then six are restarted by hand."""
+    await here.sql(
+        """
+        INSERT INTO instances (id, name, run_id, state, hostname, pid, version, connections, started_at, heartbeat_at,
+                               server_started_at, gone_at, gone_reason)
+        SELECT n, 'old-' || n, gen_random_uuid(), 'gone', 'test', 1, 'test', 1, now(), now(), now(), now(), 'left'
+        FROM generate_series(101, 112) AS n
+        """
+    )
+    await here.sql("INSERT INTO leader_terms (instance_id, instance) SELECT n, n FROM generate_series(101, 112) AS n")
+    # It leads now.
+    await here.sql("INSERT INTO leader_terms (instance_id, instance) VALUES (1, 'flotilla-1')")
+    assert await found(here) == {}
+    # Those who died instead.
+    await here.sql("UPDATE instances SET gone_reason = 'its session ended' WHERE id BETWEEN 101 AND 105")
+    assert await found(here) == {"leader_flapping": "flotilla"}
+
+
 async def test_a_run_that_nobody_can_take_back_is_stuck_until_what_holds_it_has_ended(here: Desk) -> None:
     run_id = await here.trigger("nap", {"seconds": 3600})
     await here.until(run_id, "running")

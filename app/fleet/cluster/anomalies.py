@@ -4,7 +4,8 @@
     heartbeat_late      an instance    its session lives, but it has not said so for a while
     clock_difference    an instance    its machine's clock and PostgreSQL's are apart
     no_leader           the namespace  living instances, and nobody leads
-    leader_flapping     the namespace  leadership changes hands again and again
+    leader_flapping     the namespace  leaders lose their leadership again and again; those that leave in order do not
+                                       count
     connection_budget   the database   the living could together open more sessions than the server allows
     lock_held_long      a lock         it has been held for longer than a lock should be (singletons' excepted)
     two_holders         a lock         somebody was let in while its holder still acted as such: it must never happen
@@ -52,8 +53,8 @@ AFTER_DEFECT = 5.0
 LATE_MS = 3000
 APART = 2.0
 HELD_LONG = timedelta(minutes=10)
-# So many terms of leadership in so long are too many. A rolling deploy of three instances has three.
-FLAPS = 6
+# So many terms of leadership in so long that ended although the leader was to go on.
+FLAPS = 5
 FLAPPING = timedelta(minutes=10)
 # So long an overlap is shown.
 REMEMBERED = timedelta(days=1)
@@ -80,10 +81,25 @@ ORDER BY name, id DESC
 LIMIT 100
 """
 
-TERMS = """
-SELECT count(*), min(began_at), string_agg(DISTINCT instance, ', ' ORDER BY instance)
-FROM {schema}.leader_terms
-WHERE began_at > clock_timestamp() - %(within)s
+# The terms that ended, but for those that an instance ended itself because it leaves: the last term of one that drains
+# or has left.
+LOST_TERMS = """
+SELECT count(*), min(t.began_at), string_agg(DISTINCT t.instance, ', ' ORDER BY t.instance)
+FROM (
+    SELECT id, instance_id, instance, began_at,
+           lead(id) OVER (ORDER BY id) IS NOT NULL AS ended,
+           lead(id) OVER (PARTITION BY instance_id ORDER BY id) IS NULL AS last
+    FROM {schema}.leader_terms
+    WHERE began_at > clock_timestamp() - %(within)s
+) AS t
+WHERE t.ended
+  AND NOT (
+      t.last
+      AND EXISTS (
+          SELECT FROM {schema}.instances AS i
+          WHERE i.id = t.instance_id AND (i.state = 'draining' OR i.gone_reason = 'left')
+      )
+  )
 """
 
 
@@ -168,7 +184,7 @@ async def of_instances(connection: Connection, _: Namespace, living: Sequence[In
 
 
 async def of_leadership(connection: Connection, namespace: Namespace, living: Sequence[Instance]) -> Iterable[Anomaly]:
-    row = await (await connection.execute(namespace.sql(TERMS), {"within": FLAPPING})).fetchone()
+    row = await (await connection.execute(namespace.sql(LOST_TERMS), {"within": FLAPPING})).fetchone()
     assert row is not None
     return [*leaderless(namespace.name, living), *flapping(namespace.name, *row)]
 
@@ -199,8 +215,8 @@ def flapping(namespace: str, terms: int, since: datetime, names: str) -> Iterato
             "leader_flapping",
             namespace,
             since,
-            f"leadership has changed hands {terms} times within {FLAPPING.total_seconds() / 60:.0f} minutes, between "
-            f"{names}: their sessions end again and again; see why in their logs",
+            f"{terms} terms of leadership within {FLAPPING.total_seconds() / 60:.0f} minutes ended although their "
+            f"leader was not leaving ({names}): sessions end again and again; see why in these instances' logs",
         )
 
 
