@@ -17,7 +17,8 @@ process of `--workers N`, and under `flotilla serve`.
 
 A second signal skips the wait; a third is uvicorn's alone. A step that takes longer than its limit is cut, said in the
 log, and the next begins. Every step's duration is in the log and in the instance's row. A watchdog thread ends the
-process before the platform would, so that the log says why.
+process before the platform would, so that the log says why. It goes on after the last step: a thread that never ends
+keeps the interpreter from ending, and as PID 1 the process ignores the signal that the server sends itself at its end.
 
 Nothing safe depends on any of this running: SIGKILL at any point leaves only what the leader cleans up.
 """
@@ -186,6 +187,7 @@ class Shutdown:
         self._skip = asyncio.Event()
         self._server_done = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._finished = False
         self.record: list[dict[str, Any]] = []
         # Their limits, and the final record's, add up to what the settings keep for them (`STEPS_RESERVE`).
         self.steps = [
@@ -214,7 +216,7 @@ class Shutdown:
         await self._task
 
     async def _run(self) -> None:
-        watchdog = threading.Timer(self._grace, give_up, args=(self._grace, self.record))
+        watchdog = threading.Timer(self._grace, self._give_up)
         watchdog.daemon = True
         watchdog.start()
         began = time.monotonic()
@@ -223,7 +225,10 @@ class Shutdown:
             await self._take(step)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._member.write_final_record(), RECORD_LIMIT)
-        watchdog.cancel()
+        self._finished = True
+        if not self._signals.received:
+            # The server ended by itself, inside of a program that may go on: a test, for example.
+            watchdog.cancel()
         log.info("shutdown.finished", seconds=round(time.monotonic() - began, 3))
 
     async def _take(self, step: Step) -> None:
@@ -272,9 +277,8 @@ class Shutdown:
         while self._context.in_flight:  # noqa: ASYNC110 — cheaper looked at here than announced by every request
             await asyncio.sleep(0.02)
 
-
-def give_up(seconds: float, record: Sequence[dict[str, Any]]) -> None:
-    """End the process: the platform is about to, and would not say why."""
-    last = record[-1]["step"] if record else "none"
-    log.error("shutdown.watchdog", seconds=seconds, step=last)
-    os._exit(EXIT_WATCHDOG)
+    def _give_up(self) -> None:
+        """End the process: the platform is about to, and would not say why. Called in the watchdog's thread."""
+        step = "exit" if self._finished else self.record[-1]["step"] if self.record else "none"
+        log.error("shutdown.watchdog", seconds=self._grace, step=step)
+        os._exit(EXIT_WATCHDOG)

@@ -37,6 +37,11 @@ class Signals:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.server = Server()
 
+    @property
+    def received(self) -> bool:
+        """Whether a signal came in, so that the process is to end."""
+        return self._received is not None
+
     def install(self, begin: Callable[[], None], *, patience: float) -> None:
         """From now on a signal calls `begin` in the loop; so does each further one, until the hand-over."""
         self._begin = begin

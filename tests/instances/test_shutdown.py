@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.fleet import ROOT, Fleet, Mode, Ship, environment, run
 from tests.support.postgres import Postgres, eventually, free_port
+from tests.support.tools import process_namespaces
 
 STEPS = ["flag", "drain", "scheduler", "executor", "unlink", "pool"]
 ALONE: list[Mode] = ["serve", "uvicorn"]
@@ -362,3 +363,31 @@ def test_a_reload_at_a_desk_does_not_wait_for_load_balancers(address: str, tmp_p
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(20)
+
+
+class FirstProcess(Ship):
+    """An instance that is process 1, as in a container: signals without a handler do nothing to it."""
+
+    def _command(self, mode: Mode) -> list[str]:
+        return [process_namespaces(), "--pid", "--fork", "--kill-child", *super()._command(mode)]
+
+    def terminate(self) -> None:
+        (inner,) = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        os.kill(int(inner), signal.SIGTERM)
+
+
+def test_the_watchdog_ends_a_process_that_is_still_there_after_its_shutdown(fleet: Fleet, tmp_path: Path) -> None:
+    short = {"FLOTILLA_DRAIN_DELAY": "0", "FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1"}
+    ship = FirstProcess("uvicorn", fleet.address, tmp_path / "first.log", short | {"FLOTILLA_GRACE_PERIOD": "19"})
+    fleet.ships.append(ship)
+    ship.wait_ready()
+    stuck = in_background(lambda: swallow(f"{ship.url}/trial/stuck"))
+    eventually(lambda: "flotilla_requests_in_flight 2.0" in ship.client.get("/metrics").text)
+    ship.client.close()
+    ship.terminate()
+
+    assert ship.wait_exit() == 70
+    assert ship.lines("shutdown.finished")
+    (line,) = ship.lines("shutdown.watchdog")
+    assert line["step"] == "exit"
+    stuck.join()

@@ -20,6 +20,13 @@ def network_namespaces() -> None:
     program("ip")
 
 
+def process_namespaces() -> str:
+    """Go on only where they can be made; return the program that makes them."""
+    if os.geteuid() != 0:
+        missing("process namespaces need root")
+    return program("unshare")
+
+
 def missing(what: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(f"{what}, and CI skips nothing")

@@ -43,6 +43,13 @@ async def block(seconds: float) -> dict[str, float]:
     return {"blocked": seconds}
 
 
+@router.get("/stuck")
+def stuck() -> None:
+    """Never return: the thread that runs this can be neither cancelled nor ended."""
+    while True:
+        time.sleep(3600)
+
+
 @router.get("/events", response_class=EventSourceResponse)
 async def events() -> AsyncIterator[dict[str, int]]:
     number = 0
