@@ -263,7 +263,7 @@ def test_a_refused_start_leaves_nothing_behind(fleet: Fleet, postgres: Postgres)
         name = fleet.address.rpartition("/")[2]
         find = """
             SELECT count(*) FROM pg_stat_activity
-            WHERE datname = %s AND application_name LIKE 'flotilla%%' AND application_name NOT LIKE '%%/pool'
+            WHERE datname = %s AND application_name LIKE 'flotilla%%' AND application_name NOT LIKE '%%/pool/%%'
         """
-        # The holder's link, and its place in the queue. Nothing of the other's.
-        eventually(lambda: session.execute(find, [name]).fetchone() == (2,))
+        # The holder's link, its place in the queue, and what it writes by as the leader. Nothing of the other's.
+        eventually(lambda: session.execute(find, [name]).fetchone() == (3,))

@@ -12,10 +12,11 @@ import pytest
 
 from app.fleet.cluster.leader import Leader
 from app.fleet.cluster.link import Callbacks, Link
-from app.fleet.cluster.registry import RELINK_GRACE, Identity, Register, Registration, Session
+from app.fleet.cluster.registry import BATCH, RELINK_GRACE, Identity, Register, Registration, Session
 from app.fleet.db import migrations
 from app.fleet.db.direct import LEASE, DirectSession, open_session
 from app.fleet.db.namespace import Namespace
+from app.fleet.engine.recovery import TakeBack
 from app.fleet.errors import FleetError, NameTaken
 from tests.support.postgres import Postgres, eventually
 from tests.support.proxy import Proxy
@@ -81,12 +82,73 @@ def test_neither_the_leader_nor_those_who_wait_hold_back_vacuum_or_index_builds(
 def test_the_next_in_the_queue_leads_as_soon_as_the_leader_steps_down(home: str) -> None:
     with linked(home) as one, linked(home) as two, queued(home, one) as first:
         eventually(lambda: first.leading)
-        with queued(home, two) as second:
-            time.sleep(0.3)
+        with queued(home, two) as second, psycopg.connect(home, autocommit=True) as session:
+            eventually(lambda: candidates(session) == 1)
             assert not second.leading
             first.step_down()
             eventually(lambda: second.leading)
             assert not first.leading
+
+
+def candidates(session: Session) -> int:
+    """How many instances wait in the queue for leadership."""
+    find = "SELECT count(*) FROM pg_locks WHERE relation = 'flotilla.leader_turn'::regclass AND NOT granted"
+    row = session.execute(find).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_a_leader_does_not_call_itself_leader_from_the_moment_it_steps_down(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may let the next one in before this one's thread has noticed that its session ended."""
+    noticed = threading.Event()
+    change = Leader._change
+
+    def notice_late(self: Leader, leading: bool) -> None:
+        if not leading:
+            noticed.wait(10)
+        change(self, leading)
+
+    monkeypatch.setattr(Leader, "_change", notice_late)
+    with linked(home) as one, queued(home, one) as leader:
+        eventually(lambda: leader.leading)
+        leader.step_down()
+        assert not leader.leading
+        noticed.set()
+
+
+def test_a_leader_that_was_cut_off_stops_calling_itself_leader_before_the_server_ends_its_session(
+    home: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock alone: its thread waits for an answer that does not come."""
+    monkeypatch.setattr(DirectSession, "patience", property(lambda _: None, lambda *_: None))
+    with Proxy(("127.0.0.1", postgres.port)) as proxy, linked(home) as link:
+        name = home.rpartition("/")[2]
+        with (
+            queued(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}", link) as leader,
+            psycopg.connect(home, autocommit=True) as session,
+        ):
+            eventually(lambda: leader.leading)
+            proxy.swallow()
+            eventually(lambda: not leader.leading)
+            assert leading_backend(session) is not None, "the server let go first"
+            proxy.cut()
+
+
+def test_a_leader_declares_an_instance_gone_when_the_server_accepts_no_new_session(
+    home: str, postgres: Postgres
+) -> None:
+    """At max_connections, for example. What the leader needs for a verdict, it has had since its term began."""
+    with leader_and_another(home) as (_, session, theirs, other), postgres.session() as operator:
+        eventually(lambda: session.execute("SELECT FROM flotilla.leader_terms").fetchall())
+        name = home.rpartition("/")[2]
+        operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false')
+        try:
+            theirs.close()
+            eventually(lambda: not living(session, other))
+        finally:
+            operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true')
 
 
 def test_there_is_one_leader_at_a_time_through_many_hand_overs(home: str) -> None:
@@ -183,10 +245,40 @@ def test_a_defect_in_what_a_death_asks_for_costs_a_try_and_not_the_leader(home: 
         leader.start()
         dying.close()
         seconds_until_gone(session, other.id)
-        assert tries == [other.id, other.id]
+        assert tries[:2] == [other.id, other.id]
         eventually(lambda: leader.leading)
         leader.step_down()
         leader.join(5)
+
+
+def test_a_death_with_very_many_runs_is_a_short_transaction_and_the_leader_takes_the_rest_back_after_it(
+    home: str,
+) -> None:
+    """The verdict must end within the patience of the session that writes it, however many runs there are."""
+    steps: list[object] = []
+    take_back = TakeBack(NAMESPACE)
+
+    def counted(session: Session, dead: Sequence[int]) -> bool:
+        more = take_back(session, dead)
+        steps.append(session.execute("SELECT count(*) FROM flotilla.runs WHERE state = 'pending'").fetchone())
+        return more
+
+    with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
+        dying = open_session(home, application="test", lease=None)
+        other = REGISTER.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        session.execute(
+            "INSERT INTO flotilla.runs (action_id, state, priority, run_at, instance_id, max_attempts, trigger) "
+            "SELECT 1, 'running', 0, now(), %s, 1, 'code' FROM generate_series(1, %s)",
+            [other.id, 2 * BATCH + 500],
+        )
+        dying.close()
+        leader = Leader(home, Register(NAMESPACE, [counted]), link)
+        leader.start()
+        eventually(lambda: len(steps) == 3)
+        leader.step_down()
+        leader.join(5)
+        assert steps == [(BATCH,), (2 * BATCH,), (2 * BATCH + 500,)]
+        assert session.execute("SELECT DISTINCT state, deaths FROM flotilla.runs").fetchall() == [("pending", 1)]
 
 
 def test_a_server_that_stops_answering_is_given_up_before_its_lease_ends(home: str, postgres: Postgres) -> None:

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from app.fleet import Fenced, Run
+from app.fleet.cluster.registry import BATCH
 from app.fleet.engine import lookout, recovery, retention
 from app.fleet.engine.claim import MANY
 from app.fleet.engine.trigger import Order
@@ -47,6 +48,25 @@ async def test_a_run_for_later_begins_on_time_and_the_next_one_too(here: Desk) -
         run = await here.ended(run_id)
         assert run.started_at is not None
         assert timedelta() <= run.started_at - run.run_at < timedelta(seconds=1.5)
+
+
+# -- what a death left over --------------------------------------------------------------------------------------------
+
+
+async def test_a_sweep_takes_back_all_runs_of_an_instance_that_is_gone_however_many(address: str) -> None:
+    """The leader that declared it gone may have ended before it came to them."""
+    async with table(address, declare()) as here:
+        gone = (await here.instance("gone")).identity.id
+        await here.sql("UPDATE instances SET state = 'gone'")
+        await here.sql(
+            "INSERT INTO runs (action_id, state, priority, run_at, instance_id, max_attempts, trigger) "
+            "SELECT 1, 'running', 0, now(), %s, 1, 'code' FROM generate_series(1, %s)",
+            gone,
+            2 * BATCH + 500,
+        )
+        async with here.database.autocommit() as connection:
+            await recovery.sweep(connection, NAMESPACE)
+        assert await here.sql("SELECT state, deaths, count(*) FROM runs GROUP BY 1, 2") == [("pending", 1, 2500)]
 
 
 # -- lost answers -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from uuid import uuid4
 
 import psycopg
@@ -12,6 +12,7 @@ import pytest
 from app.fleet.cluster.registry import GRACE, Identity, Register, Registration, Session
 from app.fleet.db import migrations
 from app.fleet.db.direct import DirectSession, open_session
+from app.fleet.db.dsn import pool_application
 from app.fleet.db.namespace import Lock, Namespace
 from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
 from tests.support.postgres import eventually
@@ -116,8 +117,8 @@ def test_a_link_that_comes_back_during_the_verdict_waits_and_then_reads_it(
             NAMESPACE.sql("UPDATE {schema}.instances SET state = 'gone' WHERE id = %(id)s"), {"id": identity.id}
         )
     assert REGISTER.take_presence(ours, identity.id)
-    assert not REGISTER.relink(ours, identity.id)
-    assert REGISTER.beat(ours, identity.id, "ready", 0) is None
+    assert not REGISTER.relink(ours, identity)
+    assert REGISTER.beat(ours, identity, "ready", 0) is None
 
 
 def test_a_link_that_comes_back_before_the_verdict_stops_it(
@@ -128,7 +129,7 @@ def test_a_link_that_comes_back_before_the_verdict_stops_it(
     assert identity.id in REGISTER.silent(theirs)
     assert REGISTER.take_presence(ours, identity.id)
     assert REGISTER.declare_gone(theirs, identity.id, "its session ended") is None
-    assert REGISTER.relink(ours, identity.id)
+    assert REGISTER.relink(ours, identity)
 
 
 def test_what_a_death_asks_for_commits_with_it_or_not_at_all(home: str, ours: DirectSession) -> None:
@@ -167,6 +168,52 @@ def test_what_a_death_asks_for_happens_once_whether_it_left_or_was_declared_gone
     assert deaths == [other.id]
 
 
+def pool_session(address: str, identity: Identity) -> DirectSession:
+    """A session as the instance's pool opens them."""
+    return open_session(address, application=pool_application(NAMESPACE, identity.run_id), lease=None)
+
+
+CLAIM = """
+SELECT repeat('x', 1000000)
+FROM (SELECT id FROM flotilla.instances WHERE id = %s AND state <> 'gone' FOR KEY SHARE) AS me, generate_series(1, 100)
+"""
+
+
+def test_an_instance_that_was_frozen_while_it_received_a_claim_is_declared_gone(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    """Its backend waits for it with the claim's locks, and no timeout of the server's ends that wait."""
+    identity = REGISTER.join(theirs, wanted(), "ready")
+    with closing(pool_session(home, identity)) as frozen:
+        backend = frozen.info.backend_pid
+        # Sent, and never read: as by a process that was stopped in this moment.
+        frozen.pgconn.send_query((CLAIM % identity.id).encode())
+        waits = "SELECT wait_event FROM pg_stat_activity WHERE pid = %s"
+        eventually(lambda: ours.execute(waits, [backend]).fetchone() == ("ClientWrite",))
+        theirs.close()
+        eventually(lambda: identity.id in REGISTER.silent(ours))
+        eventually(lambda: REGISTER.declare_gone(ours, identity.id, "its session ended") == identity.name)
+        assert ours.execute(waits, [backend]).fetchone() is None
+
+
+def test_a_verdict_ends_no_session_of_another_instance_and_none_that_does_not_hold_it_up(
+    home: str, ours: DirectSession, theirs: DirectSession
+) -> None:
+    with session(home) as dying:
+        identity = REGISTER.join(dying, wanted(), "ready")
+    neighbour = REGISTER.join(theirs, wanted(), "ready")
+    eventually(lambda: identity.id in REGISTER.silent(ours))
+    with pool_session(home, identity) as idle, pool_session(home, neighbour) as holder:
+        idle.execute("BEGIN")
+        idle.execute("SELECT 1")
+        with holder.transaction():
+            # As the operator's release of a lock that the dead instance waited for.
+            holder.execute("SELECT FROM flotilla.instances WHERE id = %s FOR KEY SHARE", [identity.id])
+            assert REGISTER.declare_gone(ours, identity.id, "its session ended") is None
+        assert REGISTER.declare_gone(ours, identity.id, "its session ended") == identity.name
+        idle.execute("COMMIT")
+
+
 def test_a_name_is_unique_among_the_living_and_free_after_death(
     home: str, ours: DirectSession, theirs: DirectSession
 ) -> None:
@@ -196,6 +243,24 @@ def test_a_holder_that_comes_back_in_its_grace_keeps_its_name(
 def test_a_number_whose_name_somebody_chose_by_hand_is_skipped(ours: DirectSession, theirs: DirectSession) -> None:
     REGISTER.join(ours, wanted("flotilla-1"), "ready")
     assert REGISTER.join(theirs, wanted(), "ready").name == "flotilla-2"
+
+
+def test_an_id_that_is_in_use_already_is_an_error_and_not_an_endless_loop(ours: DirectSession) -> None:
+    """The sequence was reset, for example by restoring a part of a backup."""
+    REGISTER.join(ours, wanted(), "ready")
+    ours.execute(NAMESPACE.sql("SELECT setval('{schema}.instance_ids', 1, false)"))
+    with pytest.raises(psycopg.errors.UniqueViolation, match="instances_pkey"):
+        REGISTER.join(ours, wanted(), "ready")
+
+
+def test_a_row_that_belongs_to_another_process_by_now_is_neither_renewed_nor_taken_up_again(
+    ours: DirectSession,
+) -> None:
+    """A restored backup may give an id away twice; the run id tells the two processes apart."""
+    identity = REGISTER.join(ours, wanted(), "ready")
+    ours.execute(NAMESPACE.sql("UPDATE {schema}.instances SET run_id = %(other)s"), {"other": uuid4()})
+    assert REGISTER.beat(ours, identity, "ready", 0) is None
+    assert not REGISTER.relink(ours, identity)
 
 
 def test_a_former_name_is_taken_again_if_it_is_free_and_given_up_if_not(
@@ -232,11 +297,11 @@ def test_asking_somebody_unknown_to_leave_says_so(ours: DirectSession) -> None:
 
 def test_a_request_to_leave_is_read_from_the_row_at_the_next_beat(ours: DirectSession, theirs: DirectSession) -> None:
     identity = REGISTER.join(ours, wanted(), "ready")
-    answer = REGISTER.beat(ours, identity.id, "ready", 0)
+    answer = REGISTER.beat(ours, identity, "ready", 0)
     assert answer is not None
     assert not answer.asked_to_leave
     REGISTER.request_drain(theirs, identity.name, "a test")
-    answer = REGISTER.beat(ours, identity.id, "ready", 0)
+    answer = REGISTER.beat(ours, identity, "ready", 0)
     assert answer is not None
     assert (answer.asked_to_leave, answer.reason) == (True, "a test")
 

@@ -19,13 +19,20 @@ is free. The look is also what keeps its own lease. One that stays free is decla
       own link was broken as well a moment ago      need time to take theirs again
 
 Leadership is never what makes something safe. Two leaders, were there ever two, would do the same work twice, and each
-verdict is guarded by the presence lock of the one it is about (`registry.py`). What is written is written on a session
-of its own, because the queue's session is inside a transaction that never commits.
+verdict is guarded by the presence lock of the one it is about (`registry.py`).
 
-What it does not promise: that someone leads. While the database is away, nobody does.
+What the leader writes, it writes on a second session, because the queue's session is inside a transaction that never
+commits. It keeps that session for its whole term, so that it can declare an instance gone when the server has no
+connection to spare. What a death leaves over (`Register.clean_up`) is done a batch at a time between two looks.
+
+`leading` is false before the server may let the next leader in: from the call of `step_down` on, and `PATIENCE` after
+the last look that was answered was sent.
+
+What it does not promise: that an instance leads. While the database is away, none does.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -63,16 +70,21 @@ class Leader:
         self._link = link
         self._on_elected = on_elected
         self._leading = False
+        self._trusted_until = 0.0
         self._may_lead = True
         self._stopping = threading.Event()
         self._session: DirectSession | None = None
+        self._writer: DirectSession | None = None
         self._free_since: dict[int, float] = {}
+        # Declared gone in this term, and not cleaned up after yet.
+        self._unfinished: deque[int] = deque()
         self._pruned_at = clock()
         self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
 
     @property
     def leading(self) -> bool:
-        return self._leading
+        """Whether this instance leads, by its own clock: false before another one may."""
+        return self._leading and not self._stopping.is_set() and clock() < self._trusted_until
 
     def start(self) -> None:
         self._thread.start()
@@ -131,15 +143,23 @@ class Leader:
     def _lead(self, session: DirectSession, identity: Identity) -> None:
         self.terms += 1
         self._free_since.clear()
-        self._change(True)
-        self._look(session)
-        self._write_down_term(identity)
-        while not self._stopping.is_set() and self._link.identity == identity:
+        self._unfinished.clear()
+        try:
+            # Before the term begins: an instance that was frozen while it waited finds out here that it lost its turn.
             self._look(session)
-            if clock() - self._pruned_at > PRUNE_EVERY:
-                self._pruned_at = clock()
-                self._write(self._register.prune)
-            self._stopping.wait(self._until_next_look())
+            self._change(True)
+            self._write_down_term(identity)
+            while not self._stopping.is_set() and self._link.identity == identity:
+                self._look(session)
+                self._clean_up()
+                if clock() - self._pruned_at > PRUNE_EVERY:
+                    self._pruned_at = clock()
+                    self._write(self._register.prune)
+                self._stopping.wait(0 if self._unfinished else self._until_next_look())
+        finally:
+            # Before the queue's session ends, which lets the next one in.
+            self._change(False)
+            self._close_writer()
 
     def _write_down_term(self, identity: Identity) -> None:
         """For people, who want to know who led when; leading does not depend on it."""
@@ -153,6 +173,7 @@ class Leader:
         self.looks += 1
         now = clock()
         silent = self._register.silent(session)
+        self._trusted_until = now + PATIENCE
         self._free_since = {identifier: self._free_since.get(identifier, now) for identifier in silent}
         due = [i for i, since in self._free_since.items() if now - since >= self._grace(silent[i], now)]
         for identifier in due:
@@ -173,11 +194,34 @@ class Leader:
         name = self._register.declare_gone(session, identifier, "its session ended")
         if name is not None:
             log.warning("instance.gone", id=identifier, name=name, reason="its session ended")
+            self._unfinished.append(identifier)
+
+    def _clean_up(self) -> None:
+        """Do one batch of what a death left over. If this term ends first, periodic checks find the rest."""
+        if self._unfinished:
+            identifier = self._unfinished.popleft()
+            self._write(partial(self._clean_up_after, identifier))
+
+    def _clean_up_after(self, identifier: int, session: Session) -> None:
+        if self._register.clean_up(session, identifier):
+            self._unfinished.append(identifier)
 
     def _write(self, work: Callable[[Session], object]) -> None:
-        """Do something that commits, on a session of its own."""
-        with open_session(self._address, application=self._application("leader")) as own:
-            work(own)
+        """Do something that commits, on a second session; a broken one is replaced at the next call."""
+        if self._writer is None or self._writer.closed:
+            self._writer = open_session(self._address, application=self._application("leader"))
+            # It may be idle for a whole term; within a transaction, the lease holds.
+            self._writer.execute("SET idle_session_timeout = 0")
+        try:
+            work(self._writer)
+        except psycopg.Error:
+            self._close_writer()
+            raise
+
+    def _close_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _change(self, leading: bool) -> None:
         if leading != self._leading:

@@ -205,7 +205,7 @@ class Link:
             if clock() > deadline:
                 raise psycopg.OperationalError("the presence lock stays taken by a former session")
             time.sleep(0.02)
-        if not self._register.relink(session, identity.id):
+        if not self._register.relink(session, identity):
             return False
         self.figures.relinks += 1
         self.relinked_at = clock()
@@ -227,7 +227,7 @@ class Link:
         assert self._identity is not None
         sent, saying = clock(), len(self._saying)
         before = time.time()
-        answer = self._register.beat(session, self._identity.id, self._state, self._running(), self._ahead)
+        answer = self._register.beat(session, self._identity, self._state, self._running(), self._ahead)
         if answer is None:
             raise psycopg.OperationalError("this instance was declared gone")
         self._trusted_until = sent + PATIENCE

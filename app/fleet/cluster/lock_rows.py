@@ -13,6 +13,8 @@ What moves the token takes the row FOR UPDATE first, skipping it if somebody has
 UPDATE. GUARD takes it FOR KEY SHARE: beside the latter, never beside the former.
 """
 
+from app.fleet.cluster.registry import BATCH
+
 # Told by what is there, never by what is not: an instance that has only just joined may not be visible yet.
 FREE = """(
     l.instance_id IS NULL OR l.expires_at <= clock_timestamp()
@@ -72,7 +74,7 @@ RETURNING id
 """
 
 
-def pass_on(which: str, to_nobody: str = "NULL") -> str:
+def pass_on(which: str, to_nobody: str = "NULL", limit: str = "ALL") -> str:
     """Return the statement that passes these locks on, each to whoever waits longest for it, or to nobody.
 
     `to_nobody` is computed for the latter.
@@ -83,6 +85,7 @@ WITH open AS MATERIALIZED (
     FROM {{schema}}.service_locks AS l
     WHERE {which}
     ORDER BY l.name
+    LIMIT {limit}
     FOR UPDATE SKIP LOCKED
 ), next AS MATERIALIZED (
     SELECT o.name, n.id, n.instance_id, n.instance, n.hostname, n.pid, n.holder, n.ttl
@@ -122,7 +125,8 @@ OURS = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id = %(me)s"
 # lock is free after its `ttl`.
 RELEASE = pass_on(OURS, to_nobody="set_config('synchronous_commit', 'off', true)")
 PASS_ON_FREE = pass_on(f"l.name = ANY (%(names)s::text[]) AND {FREE}")
-PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])")
+# Those beyond the limit are free as well, because their instance is gone: the next who looks is let in.
+PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])", limit=str(BATCH))
 
 # For a lock whose row somebody guards by: the token stays, so it waits for nobody. Passed on when that has ended.
 LET_GO = f"UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS}"

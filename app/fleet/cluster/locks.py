@@ -76,7 +76,7 @@ from app.fleet.cluster.lock_rows import (
 )
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.options import check_name, duration
-from app.fleet.cluster.registry import Identity, Session
+from app.fleet.cluster.registry import BATCH, Identity, Session
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, fetch
 from app.fleet.duration import Duration, written
@@ -526,10 +526,10 @@ class Locks(Service):
             waiting.look_at = 0.0
         self._anyone_waits.set()
 
-    def _died(self, session: Session, dead: Sequence[int]) -> None:
+    def _died(self, session: Session, dead: Sequence[int]) -> bool:
         values = {"dead": list(dead)}
         session.execute(self._sql(FORGET_WAITERS), values)
-        session.execute(self._sql(PASS_ON_OF_DEAD), values)
+        return len(session.execute(self._sql(PASS_ON_OF_DEAD), values).fetchall()) == BATCH
 
     async def _identity_lost(self, _lost: Identity) -> None:
         for held in list(self._held.values()):

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import psycopg
 
@@ -89,7 +88,7 @@ class Member(Service):
         self._register = Register(namespace, self._death_hooks)
         self._loop: asyncio.AbstractEventLoop | None = None
         wanted = Registration(
-            run_id=uuid4(),
+            run_id=database.run_id,
             hostname=socket.gethostname(),
             pid=os.getpid(),
             port=port,

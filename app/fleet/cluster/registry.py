@@ -8,14 +8,24 @@ comes back in that very moment waits for the verdict and then reads it. Lock ord
 
     statement        guard                                       if the guard does not hold
     INSERT_INSTANCE  unique among the living: name, workspace    NameTaken, WorkspaceTaken
-    RELINK, BEAT     state <> 'gone'                             zero rows: declared gone, the identity is lost
+    RELINK, BEAT     same run_id, state <> 'gone'                zero rows: declared gone, the identity is lost
     declare_gone     presence lock free, state <> 'gone'         nothing happens: it lives, or was declared already
 
 A verdict that was wrong is never unsafe, only wasteful: the declared instance finds its row gone and starts anew under
 another id, and whatever it still writes for the old one is refused by token.
 
 Rooms above register what must happen in the transaction of a death (`DeathHook`): their statements run on its
-connection, and with it they commit or not at all.
+connection, and with it they commit or not at all. The transaction must be short, because whoever writes it gives up
+after its patience. So a hook changes at most `BATCH` rows in one call and returns whether more are left; for those it
+is called again after the verdict, in transactions of their own (`clean_up`). If nobody gets to that, the periodic
+checks of each room find the rest: a row that names a gone instance is enough.
+
+The verdict does not wait for the instance's own transactions, which hold its row FOR KEY SHARE: it skips the row, and
+the leader tries again. A transaction that never ends would keep it away for ever: a process that was frozen while it
+received an answer larger than the socket's buffers has a backend that waits for it, and no timeout of PostgreSQL ends
+that one. So a verdict that finds the row locked ends the sessions of this instance's own pool that hold it
+(`END_HOLDERS`). They are found by the start's run id in their `application_name` (`dsn.pool_application`); behind a
+pooler they have no such name, and the pooler's own timeouts must end them.
 """
 
 import time
@@ -29,13 +39,19 @@ import psycopg
 from psycopg.rows import TupleRow, class_row
 from psycopg.types.json import Jsonb
 
+from app.fleet.db.dsn import RUN_DIGITS, pool_application
 from app.fleet.db.namespace import Lock, Namespace
 from app.fleet.db.pool import Database
 from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
+from app.fleet.telemetry.logs import events
 
 Session: TypeAlias = psycopg.Connection[TupleRow]
-# Called with the connection of the death's transaction and the ids of the dead.
-DeathHook: TypeAlias = Callable[[Session, Sequence[int]], None]
+# Called with the connection of the death's transaction and the ids of the dead; returns whether rows are left over.
+DeathHook: TypeAlias = Callable[[Session, Sequence[int]], bool | None]
+# How many rows a hook changes in one call.
+BATCH = 1000
+
+log = events(__name__)
 
 # A terminated backend is linked again in tens of milliseconds: a lock that is free for less than this is no death.
 GRACE = 0.15
@@ -59,7 +75,7 @@ INSERT INTO {schema}.instances (
 RELINK = """
 UPDATE {schema}.instances
 SET heartbeat_at = clock_timestamp(), server_started_at = pg_postmaster_start_time()
-WHERE id = %(id)s AND state <> 'gone'
+WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
 """
 
 # Ends the session that still holds our presence after its network broke. Only a session of our own id can hold it,
@@ -75,7 +91,7 @@ WHERE l.locktype = 'advisory' AND l.granted AND l.pid = %(pid)s
 BEAT = """
 UPDATE {schema}.instances
 SET heartbeat_at = clock_timestamp(), state = %(state)s, running = %(running)s, clock_ahead = %(ahead)s
-WHERE id = %(id)s AND state <> 'gone'
+WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
 RETURNING drain_requested_at IS NOT NULL, drain_reason, clock_timestamp()
 """
 
@@ -102,9 +118,26 @@ WHERE i.state <> 'gone'
 
 HOLD_PRESENCE = "SELECT pg_try_advisory_xact_lock({class}, %(key)s)"
 
-# Before a row is declared gone. Who claims work for an instance holds its row FOR KEY SHARE until that is committed;
-# this waits for none of them, because whoever holds it is about to end or to be ended.
+# Before a row is declared gone. A claim holds the row of its instance FOR KEY SHARE until it is committed: an instance
+# that leaves waits for its own claims, and a verdict skips the row while one is under way.
 LOCK_ROW = "SELECT id FROM {schema}.instances WHERE id = %(id)s AND state <> 'gone' FOR UPDATE"
+
+# The sessions of this instance's pool whose transaction has locked a row of the register: RowShareLock is what
+# SELECT … FOR KEY SHARE takes on the table, and it is kept until the transaction ends.
+END_HOLDERS = """
+SELECT a.pid, pg_terminate_backend(a.pid)
+FROM {schema}.instances AS i
+JOIN pg_catalog.pg_stat_activity AS a
+  ON a.application_name = %(pool)s || left(replace(i.run_id::text, '-', ''), %(digits)s)
+ AND a.datname = current_database() AND a.usename = current_user
+WHERE i.id = %(id)s AND i.state <> 'gone'
+  AND EXISTS (
+      SELECT FROM pg_catalog.pg_locks AS l
+      WHERE l.pid = a.pid AND l.locktype = 'relation' AND l.granted AND l.mode = 'RowShareLock'
+        AND l.relation = '{schema}.instances'::regclass
+        AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
+  )
+"""
 
 DECLARE_GONE = """
 UPDATE {schema}.instances
@@ -265,6 +298,9 @@ class Register:
             except psycopg.errors.UniqueViolation as error:
                 if error.diag.constraint_name == "instances_workspace_living":
                     self._refuse_workspace(session, wanted)
+                elif error.diag.constraint_name != "instances_name_living":
+                    # The id, for example, if the sequence was reset: another name would not help.
+                    raise
                 elif wanted.name is not None:
                     self._refuse_name(session, wanted.name)
                 else:
@@ -281,15 +317,15 @@ class Register:
     def end_former_session(self, session: Session, identifier: int, backend_pid: int) -> None:
         session.execute(self._sql(END_FORMER_SESSION), {"id": identifier, "pid": backend_pid})
 
-    def relink(self, session: Session, identifier: int) -> bool:
+    def relink(self, session: Session, me: Identity) -> bool:
         """Take the row up again; false if it was declared gone meanwhile."""
-        return session.execute(self._sql(RELINK), {"id": identifier}).rowcount == 1
+        return session.execute(self._sql(RELINK), {"id": me.id, "run_id": me.run_id}).rowcount == 1
 
     def beat(
-        self, session: Session, identifier: int, state: str, running: int, ahead: float | None = None
+        self, session: Session, me: Identity, state: str, running: int, ahead: float | None = None
     ) -> Answered | None:
         """Say that we live; None if we were declared gone."""
-        values = {"id": identifier, "state": state, "running": running, "ahead": ahead}
+        values = {"id": me.id, "run_id": me.run_id, "state": state, "running": running, "ahead": ahead}
         row = session.execute(self._sql(BEAT), values).fetchone()
         return None if row is None else Answered(*row)
 
@@ -321,6 +357,7 @@ class Register:
             if not held:
                 return None
             if session.execute(self._sql(LOCK_ROW + " SKIP LOCKED"), {"id": identifier}).fetchone() is None:
+                self._end_holders(session, identifier)
                 return None
             row = session.execute(self._sql(DECLARE_GONE), {"id": identifier, "reason": reason}).fetchone()
             assert row is not None
@@ -329,6 +366,11 @@ class Register:
                 hook(session, [identifier])
             self.notify(session, f"gone:{identifier}")
             return str(row[1])
+
+    def clean_up(self, session: Session, identifier: int) -> bool:
+        """Do another batch of what the death of a gone instance asks for; return whether more is left."""
+        with session.transaction():
+            return True in {hook(session, [identifier]) for hook in self._hooks}
 
     def list(self, session: Session) -> list[Instance]:
         with session.cursor(row_factory=class_row(Instance)) as cursor:
@@ -368,6 +410,12 @@ class Register:
         row = session.execute(self._sql(statement), values or None).fetchone()
         assert row is not None
         return row
+
+    def _end_holders(self, session: Session, identifier: int) -> None:
+        """End the sessions that keep an instance from being declared gone. The caller holds its presence lock."""
+        values = {"id": identifier, "pool": pool_application(self.namespace), "digits": RUN_DIGITS}
+        for backend, ended in session.execute(self._sql(END_HOLDERS), values):
+            log.warning("instance.session_ended", id=identifier, backend=backend, ended=ended)
 
     def _draw_name(self, session: Session) -> str:
         (number,) = self._one(session, DRAW_NUMBER)

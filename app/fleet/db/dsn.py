@@ -7,17 +7,21 @@ says otherwise: with several hosts it finds the primary, with one it turns a dem
 
 import re
 from dataclasses import dataclass, field
+from uuid import UUID
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from app.fleet.db import embedded
+from app.fleet.db.namespace import Namespace
 from app.fleet.errors import SettingsError
 from app.fleet.settings import FleetSettings
 
 DRIVER = re.compile(r"^(postgres(?:ql)?)\+\w+://")
 TIMERS = {"connect_timeout": "2", "keepalives": "1", "keepalives_idle": "2", "keepalives_interval": "1"}
 TIMERS |= {"keepalives_count": "3", "tcp_user_timeout": "2500", "target_session_attrs": "read-write"}
+# How much of a run id is in the name of a session.
+RUN_DIGITS = 16
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,15 @@ def with_options(address: str, *, application: str, **options: str | int) -> str
     given = conninfo_to_dict(address)
     flags = [str(given.get("options") or "")] + [f"-c {name}={value}" for name, value in options.items()]
     return make_conninfo(address, application_name=application[:63], options=" ".join(filter(None, flags)))
+
+
+def pool_application(namespace: Namespace, run_id: UUID | None = None) -> str:
+    """Name the pool's sessions of one start of an instance, by which the leader finds them when it is frozen.
+
+    Without a run id, the beginning of each such name. It is never longer than the 63 letters PostgreSQL keeps.
+    """
+    name = namespace.name[: 63 - len("flotilla//pool/") - RUN_DIGITS]
+    return f"flotilla/{name}/pool/{run_id.hex[:RUN_DIGITS] if run_id else ''}"
 
 
 def place(address: str) -> str:

@@ -21,6 +21,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias
+from uuid import uuid4
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -30,7 +31,7 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from app.fleet.db.dsn import Addresses, with_options
+from app.fleet.db.dsn import Addresses, pool_application, with_options
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import DatabaseUnreachable
 from app.fleet.service import Service, let_go
@@ -154,6 +155,8 @@ class Database(Service):
     def __init__(self, settings: FleetSettings, addresses: Addresses, namespace: Namespace) -> None:
         super().__init__()
         self.namespace = namespace
+        # One for each start of the process. Drawn here: sessions carry it in their name before the instance joins.
+        self.run_id = uuid4()
         self._settings = settings
         self.pooled = addresses.pooled
         self._conninfo = self._told(addresses)
@@ -320,9 +323,11 @@ class Database(Service):
         milliseconds = int(self._settings.statement_timeout * 1000)
         return with_options(
             addresses.pool,
-            application=f"flotilla/{self.namespace.name}/pool",
+            application=pool_application(self.namespace, self.run_id),
             statement_timeout=milliseconds,
             idle_in_transaction_session_timeout=milliseconds,
+            # A backend that sends an answer nobody reads notices neither of these.
+            tcp_user_timeout=milliseconds,
             client_connection_check_interval=1000,
         )
 

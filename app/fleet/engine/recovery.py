@@ -2,7 +2,8 @@
 
 Two nets, with two error texts:
 
-    the instance died         in the transaction of its death (`take_back`): `pending` again, with the checkpoint
+    the instance died         in the transaction of its death (`TakeBack`): `pending` again, with the checkpoint. Of
+                              more than `BATCH` runs, the rest in transactions after that one
     the handler hangs         its deadline and then `SLACK` passed, and its own instance did not end it, because its
                               event loop is blocked or its link is all that is left of it: as if it had raised
 
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.fleet.cluster.anomalies import Anomaly
-from app.fleet.cluster.registry import Instance, Session
+from app.fleet.cluster.registry import BATCH, Instance, Session
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import FACTOR
@@ -43,6 +44,7 @@ WITH lost AS MATERIALIZED (
     SELECT id, deaths + 1 >= {DEATHS} AS deadly
     FROM {{schema}}.runs
     WHERE state = 'running' AND instance_id = ANY (%(dead)s)
+    LIMIT {BATCH}
     FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM {{schema}}.runs AS r
@@ -66,13 +68,15 @@ WITH lost AS MATERIALIZED (
     {write_down("back")}
 ), noted AS (
     {noted("back", "'pending'")}
+), told AS (
+    {tell(WAITING)}
 )
-{tell(WAITING)}
+SELECT (SELECT count(*) FROM lost), (SELECT count(*) FROM told)
 """
 
 FORGET_STANDBY = "DELETE FROM {schema}.standby WHERE instance_id = ANY (%(dead)s)"
 
-# Those of instances that are gone, which the death's transaction found locked.
+# Those of instances that are gone: found locked by the death's transaction, or left over when its leader ended.
 ORPHANED = """
 SELECT DISTINCT r.instance_id
 FROM {schema}.runs AS r
@@ -130,9 +134,10 @@ class TakeBack:
     def __init__(self, namespace: Namespace) -> None:
         self._sql = namespace.sql
 
-    def __call__(self, session: Session, dead: Sequence[int]) -> None:
-        session.execute(self._sql(TAKE_BACK), {"dead": list(dead)})
+    def __call__(self, session: Session, dead: Sequence[int]) -> bool:
         session.execute(self._sql(FORGET_STANDBY), {"dead": list(dead)})
+        row = session.execute(self._sql(TAKE_BACK), {"dead": list(dead)}).fetchone()
+        return row is not None and row[0] == BATCH
 
 
 async def stuck(connection: Connection, namespace: Namespace, _: Sequence[Instance]) -> list[Anomaly]:
@@ -155,5 +160,7 @@ async def sweep(connection: Connection, namespace: Namespace, *, slack: float = 
     values: dict[str, Any] = {"slack": slack}
     await connection.execute(namespace.sql(END_OVERDUE), values)
     rows = await (await connection.execute(namespace.sql(ORPHANED))).fetchall()
-    if rows:
-        await connection.execute(namespace.sql(TAKE_BACK), {"dead": [row[0] for row in rows]})
+    taken = BATCH if rows else 0
+    while taken == BATCH:
+        cursor = await connection.execute(namespace.sql(TAKE_BACK), {"dead": [row[0] for row in rows]})
+        ((taken, _),) = await cursor.fetchall()
