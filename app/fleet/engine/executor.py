@@ -88,6 +88,8 @@ class Executor(Service):
         self.claimant = Claimant(database.namespace, catalogue, Clock())
         self.abandoned = 0
         self.claimed = 0
+        # Claims take turns. Of one that has ended, every run that it took is known here, or its answer is lost.
+        self.claims_begun = self.claims_ended = 0
         self._concurrency = settings.concurrency
         self._pause_timeout = settings.pause_timeout
         self._hurry = min(HURRY, settings.pause_timeout / 2)
@@ -231,6 +233,13 @@ class Executor(Service):
         identity = self._member.identity
         if identity is None:
             return
+        self.claims_begun += 1
+        try:
+            await self._claim_for(identity, due, now)
+        finally:
+            self.claims_ended += 1
+
+    async def _claim_for(self, identity: Identity, due: Sequence[Any], now: float) -> None:
         # Where runs of many actions wait, they are shared out already.
         room = min(self.room, max(self._appetite, len(due) if len(due) > MANY else 0))
         async with self._lane.connection() as connection:

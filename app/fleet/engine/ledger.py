@@ -38,6 +38,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outage
+from app.fleet.db.run_states import is_running
 from app.fleet.db.statements import array, fetch
 from app.fleet.engine.ending import INSERT_FINISHED, NOTE_ENDED
 from app.fleet.engine.run import STATE_MOST, Run, as_json
@@ -79,7 +80,7 @@ log = events(__name__)
 
 # Here and below, a row is looked for by its id and nothing else, whatever the planner thinks of the table just then:
 # while it is empty, walking through an index of it seems to cost nothing, and under a snapshot that is a long walk.
-# Hence `= ANY` beside the join, and `<> 'pending'`, which is `running`, but does not lead into the index of those.
+# Hence `= ANY` beside the join, and `is_running`, which leads into no partial index.
 FINISH = f"""
 WITH ended AS (
     SELECT *
@@ -88,7 +89,7 @@ WITH ended AS (
 ), gone AS (
     DELETE FROM {{schema}}.runs AS r
     USING ended AS e
-    WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = e.id AND r.token = e.token AND r.state <> 'pending'
+    WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = e.id AND r.token = e.token AND {is_running()}
     RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
 ), noted AS (
     {NOTE_ENDED}
@@ -107,7 +108,7 @@ WITH back AS (
         deadline_at = NULL
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(delays)s::float8[], %(errors)s::text[])
          AS b (id, token, delay, error)
-    WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = b.id AND r.token = b.token AND r.state <> 'pending'
+    WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = b.id AND r.token = b.token AND {is_running()}
     RETURNING {stream.KEPT}, r.action_id, r.priority, r.attempt + (b.delay IS NULL)::int AS ran, b.error AS why
 ), written AS (
     {stream.write_down("back")}
@@ -119,11 +120,11 @@ WITH back AS (
 SELECT id FROM back, (SELECT count(*) FROM told) AS t
 """
 
-CHECKPOINT = """
-UPDATE {schema}.runs AS r
+CHECKPOINT = f"""
+UPDATE {{schema}}.runs AS r
 SET checkpoint = c.state::json
 FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[]) AS c (id, token, state)
-WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = c.id AND r.token = c.token AND r.state <> 'pending'
+WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = c.id AND r.token = c.token AND {is_running()}
 RETURNING r.id, r.token
 """
 
@@ -138,16 +139,16 @@ WHERE EXISTS (SELECT FROM {schema}.finished_runs AS f WHERE f.id = w.id AND f.to
 """
 
 # Of which of these it was we who wrote the events, in a statement whose answer was lost: nobody else has the token.
-SAID_BEFORE = """
+SAID_BEFORE = f"""
 SELECT r.id
-FROM {schema}.runs AS r
+FROM {{schema}}.runs AS r
 JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[], %(counts)s::int[]) AS w (id, token, events) USING (id, token, events)
-WHERE r.id = ANY (%(ids)s) AND r.state = 'running'
+WHERE r.id = ANY (%(ids)s) AND {is_running()}
 """
 
 # KEY SHARE, because a takeover locks FOR UPDATE, which waits for it, and a checkpoint does not, which need not.
-GUARD = """
-SELECT id FROM {schema}.runs WHERE id = %(id)s AND token = %(token)s AND state = 'running' FOR KEY SHARE
+GUARD = f"""
+SELECT id FROM {{schema}}.runs AS r WHERE id = %(id)s AND token = %(token)s AND {is_running()} FOR KEY SHARE
 """
 
 

@@ -44,6 +44,7 @@ from typing import NamedTuple
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.db.run_states import is_pending
 from app.fleet.engine.taking import KEY, ME, Row, row, taken
 
 # More than priorities can differ.
@@ -83,7 +84,7 @@ JUDGED = """
 
 # `line` begins with where we are and steps to the next line each time: up to the last one, and then from the first one
 # to where the round began. `ended` are lines that are asked for by their keys. A head that is locked is left to who has
-# it; one that has moved meanwhile is judged again. `<> 'running'` does not lead into the index of what is pending.
+# it; one that has moved meanwhile is judged again. `is_pending` does not lead into the index of what is pending.
 CLAIM = f"""
 WITH RECURSIVE {ME}, open AS MATERIALIZED (
     SELECT a.id
@@ -141,7 +142,7 @@ WITH RECURSIVE {ME}, open AS MATERIALIZED (
     FROM heads AS h, LATERAL (
         SELECT id
         FROM {{schema}}.runs
-        WHERE id = h.head AND state <> 'running' AND run_at <= statement_timestamp()
+        WHERE id = h.head AND {is_pending("runs")} AND run_at <= statement_timestamp()
         FOR UPDATE SKIP LOCKED
     ) AS r
     LIMIT %(most)s

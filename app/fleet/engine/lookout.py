@@ -6,15 +6,27 @@ was. `LOOK` answers with rows of several kinds:
     kind     a row for                                  then
     place    an action and priority with pending runs   the executor looks there, from that instant on
     mine     a run that is running under our id         cancelled on request? still ours? do we know of it at all?
-    lapsed   (one) runs that somebody must take back    `recovery.sweep`
+    lapsed   (one) runs of instances that are gone,     `recovery.sweep`
+             and runs long beyond their deadline
     slot     the action of ours that is due next        the scheduler
     limit    an action with a limit in the cluster      claims of it are counted, whatever our code says
+    ready    (one) how many instances there are         whose turn it is to look at the runs of all
     now      (one) PostgreSQL's clock, and how many     when to look, and which part of many places is ours
              ready instances have the same actions
 
 The interval is never the same twice, so that instances that started together do not look together. An instance that
 leads acts on `lapsed` and `slot` at once; the others leave it a moment (`BACK_UP`), and then act all the same: the
 leader's event loop may be blocked while its link lives.
+
+Each instance reads its own runs. The runs of all are read by the leader, and by one of the others at a time, which take
+turns by PostgreSQL's clock (`TURN`). So what the cluster reads grows with what it runs, and not with the square of it.
+
+Deadlines go on while the database is away, but nobody acts on them: the instance that executed a run may have its end,
+and could not write it. An instance ends another's overdue run only when it has looked, and written what it had to,
+for `recovery.SLACK` without a failure or a pause. By then the end that waited is written (`ledger.py`).
+
+A run that runs under our id although no attempt here knows of it belongs to a claim that is still under way, or to one
+whose answer was lost. It is put back as soon as every claim that may have taken it is over; no clock decides.
 """
 
 import asyncio
@@ -27,6 +39,7 @@ import psycopg
 
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Connection, Database
+from app.fleet.db.run_states import is_running
 from app.fleet.db.statements import array
 from app.fleet.engine import recovery
 from app.fleet.engine.actions import Catalogue
@@ -42,8 +55,10 @@ from app.fleet.telemetry.logs import events
 EVERY = 2.0
 AFTER_DEFECT = 1.0
 BACK_UP = 1.0
-# A claim's answer is on its way for less than this.
-UNKNOWN_FOR = 5.0
+# For how long it is one instance's turn: longer than any interval between two looks, so that it looks at least once.
+TURN = 1.5 * EVERY
+# Between two looks that follow each other without a pause. The second may have waited for a connection.
+PAUSE = 3 * EVERY
 
 log = events(__name__)
 
@@ -69,15 +84,19 @@ FROM place AS p, LATERAL (
     LIMIT 1
 ) AS f
 UNION ALL
-SELECT 'mine', id, token, started_at, cancel_requested_at IS NOT NULL
+SELECT 'mine', id, token, NULL, cancel_requested_at IS NOT NULL
 FROM {schema}.runs
-WHERE state = 'running' AND instance_id = %(me)s
+WHERE state = 'running' AND action_id = ANY (%(actions)s::int[]) AND instance_id = %(me)s
 UNION ALL
-SELECT 'lapsed', count(*), 0, NULL, false
+SELECT 'lapsed', count(*) FILTER (WHERE i.id IS NULL),
+       count(*) FILTER (WHERE r.deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)), NULL, false
 FROM {schema}.runs AS r
-WHERE r.state = 'running'
-  AND (r.deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)
-       OR NOT EXISTS (SELECT FROM {schema}.instances AS i WHERE i.id = r.instance_id AND i.state <> 'gone'))
+LEFT JOIN {schema}.instances AS i ON i.id = r.instance_id AND i.state <> 'gone'
+WHERE %(everyone)s AND r.state = 'running'
+UNION ALL
+SELECT 'ready', count(*) FILTER (WHERE id < %(me)s), count(*), NULL, false
+FROM {schema}.instances
+WHERE state = 'ready'
 UNION ALL
 SELECT 'slot', a.id, 0, a.next_run_at, false
 FROM (
@@ -105,7 +124,7 @@ WITH back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', attempt = r.attempt - 1, deadline_at = NULL, events = r.events + 1
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS u (id, token)
-    WHERE r.id = u.id AND r.token = u.token AND r.state = 'running'
+    WHERE r.id = u.id AND r.token = u.token AND {is_running()}
     RETURNING {KEPT}, r.action_id, r.priority, r.attempt + 1 AS ran,
               'the answer to its claim was lost on the way' AS why
 ), written AS (
@@ -113,7 +132,7 @@ WITH back AS (
 ), noted AS (
     {noted("back", "'pending'")}
 )
-SELECT action_id, priority, run_at FROM back
+SELECT action_id, priority, run_at, id FROM back
 """
 
 
@@ -138,6 +157,13 @@ class Lookout(Service):
         self._catalogue = catalogue
         self._executor = executor
         self._on_slot = on_slot
+        # How many of the ready instances come before this one, and how many there are.
+        self._place = (0, 1)
+        # Since when looks have followed each other without a failure or a pause, and the last of them.
+        self._sound_since: float | None = None
+        self._looked_at = 0.0
+        # Runs under our id that nobody here knows, with the number of the latest claim that may have taken them.
+        self._unknown: dict[tuple[int, int], int] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -158,6 +184,7 @@ class Lookout(Service):
                 try:
                     await self._look(identity.id)
                 except (psycopg.Error, DatabaseError) as error:
+                    self._sound_since = None
                     log.debug("lookout.failed", reason=" ".join(str(error).split()))
                 except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
                     log.error("engine.defect", error=error, service="lookout")
@@ -170,11 +197,14 @@ class Lookout(Service):
         known = dict(self._executor.running_runs)
         # The leader acts at once, the others a moment later.
         slack = recovery.SLACK + (0 if self._member.leading else BACK_UP)
-        values = {"me": me, "actions": array(self._catalogue.ids), "slack": slack}
+        values = {"me": me, "actions": array(self._catalogue.ids), "slack": slack, "everyone": self._looks_at_all()}
         async with self._database.autocommit() as connection:
             rows = await (await connection.execute(self._database.namespace.sql(LOOK), values)).fetchall()
             self.looks += 1
             now = loop.time()
+            if self._sound_since is None or now - self._looked_at > PAUSE:
+                self._sound_since = now
+            self._looked_at = now
             by_kind: dict[str, list[tuple[Any, ...]]] = {}
             for kind, *rest in rows:
                 by_kind.setdefault(kind, []).append(tuple(rest))
@@ -192,16 +222,24 @@ class Lookout(Service):
                 self._on_slot(next_run_at)
             if not announced:
                 await announce(connection, self._database.namespace, me, self._catalogue.ids)
-            if by_kind["lapsed"][0][0]:
-                await recovery.sweep(connection, self._database.namespace, slack=slack)
-            await self._compare(connection, by_kind.get("mine", []), known, server_now)
+            ((before_us, ready, *_),) = by_kind["ready"]
+            self._place = (before_us, max(1, ready))
+            await self._compare(connection, by_kind.get("mine", []), known)
+            ((orphaned, overdue, *_),) = by_kind["lapsed"]
+            overdue = overdue and now - self._sound_since >= recovery.SLACK
+            if orphaned or overdue:
+                await recovery.sweep(connection, self._database.namespace, slack=slack, overdue=bool(overdue))
 
-    async def _compare(
-        self, connection: Connection, mine: list[tuple[Any, ...]], known: dict[int, Run[Any]], server_now: datetime
-    ) -> None:
+    def _looks_at_all(self) -> bool:
+        """Whether this look is at the runs of all instances: the leader's is; the others take turns."""
+        place, many = self._place
+        now = self._executor.claimant.clock.instant(asyncio.get_running_loop().time())
+        return self._member.leading or int(now.timestamp() / TURN) % many == place
+
+    async def _compare(self, connection: Connection, mine: list[tuple[Any, ...]], known: dict[int, Run[Any]]) -> None:
         """Hold what the database says of our runs against what we know of them."""
-        rows = {run_id: (token, started_at, cancelled) for run_id, token, started_at, cancelled in mine}
-        for run_id, (_, _, cancelled) in rows.items():
+        rows = {run_id: (token, cancelled) for run_id, token, _, cancelled in mine}
+        for run_id, (_, cancelled) in rows.items():
             if cancelled:
                 self._executor.cancel(run_id)
         for run_id, run in known.items():
@@ -210,17 +248,20 @@ class Lookout(Service):
             still_here = self._executor.running_runs.get(run_id) is run
             if still_here and not ours and not run.committing:
                 self._executor.superseded(run)
-        lost = {
-            run_id: token
-            for run_id, (token, started_at, _) in rows.items()
-            if (server_now - started_at).total_seconds() > UNKNOWN_FOR and not self._executor.knows(run_id, token)
+        begun, ended = self._executor.claims_begun, self._executor.claims_ended
+        self._unknown = {
+            (run_id, token): self._unknown.get((run_id, token), begun)
+            for run_id, (token, _) in rows.items()
+            if not self._executor.knows(run_id, token)
         }
+        lost = [run for run, claim in self._unknown.items() if claim <= ended]
         if lost:
-            put_back = await connection.execute(
-                self._database.namespace.sql(PUT_BACK), {"ids": list(lost), "tokens": list(lost.values())}
-            )
-            log.warning("run.claim_lost", runs=list(lost))
+            values = {"ids": [run_id for run_id, _ in lost], "tokens": [token for _, token in lost]}
+            put_back = await (await connection.execute(self._database.namespace.sql(PUT_BACK), values)).fetchall()
             now = asyncio.get_running_loop().time()
-            for action_id, priority, run_at in await put_back.fetchall():
+            for action_id, priority, run_at, _ in put_back:
                 self._executor.claimant.ready.tell(action_id, priority, run_at, now)
             self._executor.wake()
+            if put_back:
+                # The others had ended, or had been given back, between the look and now.
+                log.warning("run.claim_lost", runs=[row[-1] for row in put_back])

@@ -155,10 +155,11 @@ async def stuck(connection: Connection, namespace: Namespace, _: Sequence[Instan
     ]
 
 
-async def sweep(connection: Connection, namespace: Namespace, *, slack: float = SLACK) -> None:
-    """Take back what the deaths' transactions had to leave, and what hangs beyond its deadline."""
+async def sweep(connection: Connection, namespace: Namespace, *, slack: float = SLACK, overdue: bool = True) -> None:
+    """Take back what the deaths' transactions had to leave, and, if `overdue`, what hangs beyond its deadline."""
     values: dict[str, Any] = {"slack": slack}
-    await connection.execute(namespace.sql(END_OVERDUE), values)
+    if overdue:
+        await connection.execute(namespace.sql(END_OVERDUE), values)
     rows = await (await connection.execute(namespace.sql(ORPHANED))).fetchall()
     taken = BATCH if rows else 0
     while taken == BATCH:

@@ -28,6 +28,7 @@ import pydantic_core
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.db.run_states import is_running
 from app.fleet.db.statements import array
 
 STATE = "state"
@@ -56,13 +57,13 @@ class Event(NamedTuple):
 
 
 # The order within the batch is the order in which they were emitted.
-APPEND = """
+APPEND = f"""
 WITH given AS (
     SELECT *, row_number() OVER (PARTITION BY run_id ORDER BY place) AS nth
     FROM unnest(%(run_ids)s::int8[], %(tokens)s::int8[], %(kinds)s::text[], %(data)s::text[], %(befores)s::int[])
          WITH ORDINALITY AS e (run_id, token, kind, data, before, place)
 ), counted AS (
-    UPDATE {schema}.runs AS r
+    UPDATE {{schema}}.runs AS r
     SET events = r.events + g.many,
         progress = coalesce(g.progress::json, r.progress)
     FROM (
@@ -71,11 +72,11 @@ WITH given AS (
         FROM given
         GROUP BY run_id, token
     ) AS g
-    WHERE r.id = ANY (%(run_ids)s::int8[]) AND r.id = g.run_id AND r.token = g.token AND r.state <> 'pending'
+    WHERE r.id = ANY (%(run_ids)s::int8[]) AND r.id = g.run_id AND r.token = g.token AND {is_running()}
       AND r.events = coalesce(g.before, r.events)
     RETURNING r.id, r.token, r.events - g.many AS before
 ), written AS (
-    INSERT INTO {schema}.run_events (run_id, seq, kind, data)
+    INSERT INTO {{schema}}.run_events (run_id, seq, kind, data)
     SELECT g.run_id, c.before + g.nth, g.kind, g.data::json
     FROM given AS g
     JOIN counted AS c ON c.id = g.run_id AND c.token = g.token
@@ -221,7 +222,7 @@ WITH wanted AS MATERIALIZED (
     SELECT id, running_seq, 'state', json_build_object('state', 'running', 'attempt', attempt, 'instance', instance),
            started_at
     FROM known AS k
-    WHERE running_seq > after AND running_seq <= after + %(most)s AND state <> 'pending'
+    WHERE running_seq > after AND running_seq <= after + %(most)s AND (ended OR {is_running("k")})
       AND NOT EXISTS (SELECT FROM {{schema}}.run_events AS e WHERE e.run_id = k.id AND e.seq = k.running_seq)
     UNION ALL
     SELECT id, events, 'state', json_build_object('state', state, 'attempt', attempt, 'instance', instance,

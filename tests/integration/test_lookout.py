@@ -1,0 +1,131 @@
+"""What the lookout reads, and what it leaves alone: a claim under way, and a run whose end could not be written."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import psycopg
+import pytest
+
+from app.fleet.db.statements import array
+from app.fleet.engine import lookout
+from app.fleet.engine.claim import Clock
+from app.fleet.engine.lookout import LOOK, TURN, Lookout
+from app.fleet.engine.trigger import Order
+from tests.support.postgres import Postgres
+from tests.support.runs import Desk, desk, soon
+from tests.support.table import NAMESPACE, declare, table
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "EVERY", 0.05)
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address) as own:
+        yield own
+
+
+async def looks(here: Desk, many: int = 4) -> None:
+    """Wait until it has looked so often from now on."""
+    before = here.engine.lookout.looks
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.lookout.looks >= before + many))
+
+
+async def test_a_claim_that_takes_its_time_keeps_what_it_has_taken(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    claimant, gate, taken = here.engine.executor.claimant, asyncio.Event(), asyncio.Event()
+    genuine = claimant.claim
+
+    async def go_on_later(*given: Any) -> list[tuple[Any, ...]]:
+        rows = await genuine(*given)
+        if rows:
+            taken.set()
+            await gate.wait()
+        return rows
+
+    monkeypatch.setattr(claimant, "claim", go_on_later)
+    run_id = await here.trigger("echo")
+    await taken.wait()
+    await looks(here)
+    assert await here.sql("SELECT state, token FROM runs WHERE id = %s", run_id) == [("running", 1)]
+    gate.set()
+    assert (await here.ended(run_id)).attempt == 1
+    assert await here.sql("SELECT token FROM finished_runs WHERE id = %s", run_id) == [(1,)]
+
+
+async def test_a_run_that_ended_while_the_database_was_away_is_not_taken_for_one_that_hangs(
+    own_postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = own_postgres.new_migrated_database()
+    async with desk(address) as owner, desk(address) as other:
+        await owner.led()
+        other.running.context.course.draining.set()
+        attempt = await owner.attempt(await owner.trigger("nap", {"seconds": 0.5}))
+        ledger = owner.engine.executor.ledger
+        genuine, gate = ledger._finish, asyncio.Event()
+
+        async def write_later(*given: Any) -> None:
+            await gate.wait()
+            await genuine(*given)
+
+        monkeypatch.setattr(ledger, "_finish", write_later)
+        await asyncio.to_thread(own_postgres.stop, "immediate")
+        assert attempt.task is not None
+        await asyncio.wait([attempt.task])
+        await asyncio.to_thread(own_postgres.start_again)
+        with psycopg.connect(address) as back:
+            # As if it had been away for longer than the run's deadline and what is added to it.
+            back.execute("UPDATE flotilla.runs SET deadline_at = now() - interval '1 h'")
+        for each in (owner, other):
+            await looks(each)
+        gate.set()
+        run = await owner.ended(attempt.id)
+        assert (run.state, run.attempt) == ("succeeded", 1)
+
+
+async def test_an_instance_reads_its_own_runs_and_not_those_of_others(address: str) -> None:
+    async with table(address, declare("one"), declare("two")) as here:
+        instances = [await here.instance(f"i-{number}") for number in range(3)]
+        for instance in instances:
+            await here.trigger(*[Order("one")] * 40, *[Order("two")] * 10)
+            assert len(await instance.claim()) == 50
+        await here.sql("ANALYZE runs")
+        values = {"me": instances[1].identity.id, "actions": array(here.catalogue.ids), "slack": 8.0, "everyone": False}
+        async with here.database.connection() as connection:
+            # So few rows are read from end to end otherwise.
+            await connection.execute("SET LOCAL enable_seqscan = off")
+            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(LOOK)
+            ((plan,),) = await (await connection.execute(explain, values)).fetchall()
+        assert rows_of_runs(plan[0]["Plan"]) == 50
+
+
+def rows_of_runs(plan: dict[str, Any]) -> float:
+    own = 0
+    if plan.get("Relation Name") == "runs":
+        own = (plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0)) * plan["Actual Loops"]
+    return own + sum(rows_of_runs(part) for part in plan.get("Plans", []))
+
+
+@pytest.mark.parametrize("many", [1, 2, 5])
+async def test_of_those_that_do_not_lead_one_at_a_time_looks_at_the_runs_of_all(many: int) -> None:
+    clock = Clock()
+    executor: Any = SimpleNamespace(claimant=SimpleNamespace(clock=clock))
+    member: Any = SimpleNamespace(leading=False)
+    each: Any = None
+    followers = [Lookout(each, member, each, executor, each) for _ in range(many)]
+    turns = []
+    for number in range(4 * many):
+        clock.learn(datetime.fromtimestamp(1e9 + TURN * (number / 2), UTC), asyncio.get_running_loop().time())
+        for place, follower in enumerate(followers):
+            follower._place = (place, many)
+        turns.append([place for place, follower in enumerate(followers) if follower._looks_at_all()])
+    assert all(len(turn) == 1 for turn in turns)
+    assert {place for (place,) in turns} == set(range(many)), "each of them has its turn"
+    member.leading = True
+    assert all(follower._looks_at_all() for follower in followers)

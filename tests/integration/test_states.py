@@ -1,0 +1,56 @@
+"""The states of a run: a statement names the one that it may change."""
+
+import asyncio
+
+import psycopg
+import pytest
+
+from app.fleet import Fenced
+from app.fleet.engine.trigger import Order
+from tests.support.runs import desk
+from tests.support.table import declare, table
+
+pytestmark = pytest.mark.anyio
+
+ADD_A_STATE = """
+ALTER TABLE flotilla.runs DROP CONSTRAINT runs_state_check;
+ALTER TABLE flotilla.runs ADD CONSTRAINT runs_state_check CHECK (state IN ('pending', 'running', 'held'));
+"""
+
+
+def hold_all(address: str) -> None:
+    with psycopg.connect(address) as connection:
+        connection.execute(ADD_A_STATE)
+        connection.execute("UPDATE flotilla.runs SET state = 'held'")
+
+
+async def test_a_state_that_is_added_lets_no_write_of_a_running_run_through(address: str) -> None:
+    async with desk(address) as here:
+        runs = [await here.attempt(await here.trigger("nap", {"seconds": 60})) for _ in range(6)]
+        by_checkpoint, by_guard, by_commit, by_event, by_end, by_retry = runs
+        with here.unwatched():
+            await asyncio.to_thread(hold_all, address)
+            with pytest.raises(Fenced):
+                await by_checkpoint.checkpoint({"late": True})
+            async with here.running.context.database.session() as session:
+                with pytest.raises(Fenced):
+                    await by_guard.guard(session)
+            with pytest.raises(Fenced):
+                async with by_commit.commit():
+                    pass
+            await by_event.emit("late")
+            ledger = here.engine.executor.ledger
+            ledger.succeeded(by_end, None)
+            ledger.retry(by_retry, 0, "late")
+            await ledger.empty()
+            states = await here.sql("SELECT state, events, checkpoint FROM runs")
+            assert states == [("held", 2, None)] * 6
+            assert await here.sql("SELECT id FROM finished_runs") == []
+            assert ledger.fenced["completion"] >= 2
+
+
+async def test_a_state_that_is_added_is_claimed_by_nobody(address: str) -> None:
+    async with table(address, declare()) as here:
+        await here.trigger(Order("tick"), Order("tick", order_by="a"))
+        await asyncio.to_thread(hold_all, address)
+        assert await (await here.instance("one")).claim() == []
