@@ -141,9 +141,9 @@ class PayloadInvalid(EngineError):
 
 
 class AlreadyActive(EngineError):
-    """`run_id` is the run that is active."""
+    """`run_id` is the run that is active; None while the transaction that makes it is still open."""
 
-    def __init__(self, text: str, run_id: int) -> None:
+    def __init__(self, text: str, run_id: int | None) -> None:
         super().__init__(text)
         self.run_id = run_id
 

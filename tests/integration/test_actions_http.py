@@ -10,9 +10,9 @@ import psycopg
 import pytest
 
 from app.fleet import InSession, Run, action, trigger
-from app.fleet.db.namespace import Lock
 from app.fleet.engine import overview
 from app.fleet.engine.lookout import Lookout
+from app.fleet.engine.scheduler import READ_AGAIN
 from app.fleet.http.auth import make_key
 from app.fleet.http.problems import BY_STATUS
 from tests.integration.test_edge import is_problem
@@ -472,11 +472,11 @@ async def test_resuming_tells_everyone_of_the_schedule_and_of_each_place_where_r
 async def test_a_pause_waits_for_whoever_is_scheduling_a_slot_of_it(here: Desk, address: str) -> None:
     """Otherwise its run could appear after the pause was answered."""
     with psycopg.connect(address) as scheduling:
-        lock = Lock.ACTION.key(here.engine.catalogue.id_of("seldom"))
-        scheduling.execute(here.running.context.database.namespace.sql(overview.HOLD_SLOTS), {"lock": lock})
+        asked = {"actions": [here.engine.catalogue.id_of("seldom")]}
+        scheduling.execute("UPDATE flotilla.actions SET next_run_at = now() WHERE name = 'seldom'")
+        scheduling.execute(here.running.context.database.namespace.sql(READ_AGAIN), asked)
         pausing = asyncio.create_task(post(here, "/actions/seldom/pause", status=200))
-        waits = "SELECT true FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted"
-        await soon(lambda: here.sql(waits, lock))
+        await soon(lambda: here.sql("SELECT true FROM pg_locks WHERE NOT granted"))
         assert not pausing.done()
         scheduling.commit()
     assert (await pausing).json()["state"] == "paused"

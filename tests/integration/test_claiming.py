@@ -9,9 +9,11 @@ import pytest
 
 from app.fleet.cluster.registry import Register
 from app.fleet.db.statements import array
+from app.fleet.engine.actions import Catalogue
 from app.fleet.engine.claim import MANY
 from app.fleet.engine.ledger import FINISH
 from app.fleet.engine.recovery import TakeBack
+from app.fleet.engine.synchronise import synchronise
 from app.fleet.engine.trigger import Order
 from tests.support.table import NAMESPACE, Claiming, declare, table
 
@@ -138,6 +140,24 @@ async def test_a_rate_is_kept_by_all_together(address: str) -> None:
             allowed = 20 + 20 * (loop.time() - began)
             assert started <= allowed + 1
         assert started >= 35, "20 at once, and then 20 a second"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "more"),
+    [("2/d", "1000/h", 998), ("2/d", "3/d", 1), ("10/d", "10/m", 0), ("4/d", "2/d", 0), ("2/d", None, 1000)],
+)
+async def test_a_changed_rate_holds_from_the_next_claim_on(
+    address: str, before: str, after: str | None, more: int
+) -> None:
+    """What was started counts on; the time that the old rate would have taken does not."""
+    async with table(address, declare(rate=before)) as here:
+        await here.trigger(*[Order("tick")] * 1200)
+        one = await here.instance("one")
+        assert len(await one.claim(room=1000)) == int(before.partition("/")[0])
+        changed = declare(rate=after)
+        async with here.database.connection() as connection:
+            await synchronise(connection, NAMESPACE, Catalogue({"tick": changed}))
+        assert len(await one.claim(room=1000)) == more
 
 
 async def test_a_limit_of_one_action_keeps_none_of_the_others(address: str) -> None:

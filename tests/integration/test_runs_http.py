@@ -6,9 +6,13 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
+import psycopg
 import pytest
 
+from app.fleet.db.namespace import Namespace
+from app.fleet.db.pool import Connection
 from app.fleet.engine import runs
+from app.fleet.engine.runs import RunRecord
 from app.fleet.engine.trigger import Order
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are
 from tests.integration.test_edge import is_problem
@@ -278,6 +282,41 @@ async def test_what_failed_is_tried_again_as_the_same_run(here: Desk) -> None:
     assert (await here.ended(failed.id)).state == "failed"
 
 
+async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs while the retry looks for it among those that ended, and has ended before the answer is read."""
+    run_id, genuine = await here.trigger("nap", {"seconds": 3600}), runs.find
+    await here.attempt(run_id)
+
+    async def fail_first(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
+        if run := here.engine.executor.running_runs.get(identifier):
+            await post(here, "/actions/nap/pause", status=200)
+            here.engine.executor._end(run, "timeout")
+            run.max_attempts = 1
+            await here.ended(identifier)
+        return await genuine(connection, namespace, identifier)
+
+    monkeypatch.setattr(runs, "find", fail_first)
+    retried = (await post(here, f"/runs/{run_id}/retry", status=200)).json()
+    assert (retried["id"], retried["state"], retried["attempt"]) == (run_id, "pending", 0)
+
+
+async def test_a_cancellation_holds_no_lock_while_its_answer_is_read(
+    here: Desk, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, genuine = await here.trigger("nap", {"seconds": 3600}), runs.find
+    await here.attempt(run_id)
+
+    async def look(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
+        with psycopg.connect(address) as other:
+            other.execute("SELECT FROM flotilla.runs WHERE id = %s FOR UPDATE NOWAIT", [identifier])
+        return await genuine(connection, namespace, identifier)
+
+    monkeypatch.setattr(runs, "find", look)
+    await post(here, f"/runs/{run_id}/cancel", status=200)
+
+
 async def test_what_succeeded_is_not_tried_again(here: Desk) -> None:
     ended = await here.run("noop")
     problem = is_problem(await post(here, f"/runs/{ended.id}/retry"), "conflict")
@@ -332,6 +371,18 @@ async def test_two_who_retry_at_the_same_moment_retry_each_run_once(here: Desk) 
     await post(here, "/actions/give-up/pause", status=200)
     asked = [post(here, "/runs:retry", {"action": "give-up"}, 200) for _ in range(4)]
     assert sum(answer.json()["retried"] for answer in await asyncio.gather(*asked)) == 50
+
+
+async def test_of_an_action_that_runs_alone_one_run_is_tried_again(here: Desk) -> None:
+    await post(here, "/actions/alone/pause", status=200)
+    ended = []
+    for _ in range(3):
+        ended.append(await here.trigger("alone"))
+        await post(here, f"/runs/{ended[-1]}/cancel", status=200)
+    wanted = {"action": "alone", "state": ["cancelled"]}
+    assert (await post(here, "/runs:retry", wanted, 200)).json() == {"retried": 1, "more": False, "left_out": 2}
+    problem = is_problem(await post(here, f"/runs/{ended[1]}/retry"), "conflict")
+    assert problem["run"] == ended[0]
 
 
 @pytest.mark.parametrize(

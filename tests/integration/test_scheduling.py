@@ -9,10 +9,11 @@ import psycopg
 import pytest
 
 from app.fleet.db.namespace import Lock
-from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.actions import Action, Catalogue
 from app.fleet.engine.scheduler import LOCK_DUE, READ_AGAIN
 from app.fleet.engine.synchronise import synchronise
-from tests.support.table import NAMESPACE, declare, table
+from tests.support.runs import desk, soon
+from tests.support.table import NAMESPACE, Table, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -194,17 +195,82 @@ async def test_an_action_this_code_does_not_have_is_left_alone(address: str) -> 
 # -- declared, and in the table ---------------------------------------------------------------------------------------
 
 
-async def test_a_changed_schedule_gets_a_new_slot_and_an_unchanged_one_keeps_its(address: str) -> None:
+async def declared(here: Table, *actions: Action[Any]) -> None:
+    """Start an instance with these declarations."""
+    async with here.database.connection() as connection:
+        await synchronise(connection, NAMESPACE, Catalogue({each.name: each for each in actions}))
+
+
+async def test_an_unchanged_schedule_keeps_its_slot(address: str) -> None:
     async with table(address, declare(every="1h")) as here:
         slot = await here.due(timedelta(minutes=-10))
-        for options, kept in (
-            ({"every": "1h"}, True),
-            ({"every": "1h", "priority": 5}, True),
-            ({"every": "2h"}, False),
-        ):
-            async with here.database.connection() as connection:
-                await synchronise(connection, NAMESPACE, Catalogue({"tick": declare(**options)}))
-            assert (await here.next_slot() == slot) is kept
+        for options in ({"every": "1h"}, {"every": "1h", "priority": 5}):
+            await declared(here, declare(**options))
+            assert await here.next_slot() == slot
+
+
+async def test_a_shorter_interval_is_counted_from_now_and_a_longer_one_keeps_the_earlier_slot(address: str) -> None:
+    async with table(address, declare(every="1h")) as here:
+        slot = await here.due(timedelta(minutes=-10))
+        await declared(here, declare(every="2h"))
+        assert await here.next_slot() == slot
+        await declared(here, declare(every="5m"))
+        assert await here.next_slot() < slot
+
+
+async def test_two_releases_that_take_turns_do_not_put_a_slot_off_for_ever(address: str) -> None:
+    async with table(address, declare(every="1h")) as here:
+        slot = await here.next_slot()
+        for _ in range(3):
+            for interval in ("2h", "1h"):
+                await declared(here, declare(every=interval))
+                assert await here.next_slot() == slot
+
+
+async def test_a_cron_schedule_that_was_changed_has_no_slot_of_the_old_one(address: str) -> None:
+    async with table(address, declare(every="1h")) as here:
+        await here.due(timedelta(minutes=-10))
+        await declared(here, declare(cron="0 0 1 1 *"))
+        slot = await here.next_slot()
+        assert (slot.month, slot.day, slot.hour, slot.minute) == (1, 1, 0, 0)
+
+
+async def test_a_start_draws_ids_for_new_actions_alone(address: str) -> None:
+    """They have 28 bits and are never reused."""
+    async with table(address, declare("a"), declare("b")) as here:
+        for number in range(3):
+            await declared(here, declare("a", priority=number), declare("b", every=f"{number + 1}h"), declare("c"))
+        assert await here.sql("SELECT name, id FROM actions ORDER BY id") == [("a", 1), ("b", 2), ("c", 3)]
+        assert await here.sql("SELECT last_value FROM actions_id_seq") == [(3,)]
+
+
+async def test_two_instances_that_start_at_once_with_a_new_action_add_it_once(address: str) -> None:
+    """The second waits for the first, and what it declares stands, as the last to start."""
+    async with table(address, declare("a")) as here:
+        async with here.database.connection() as first:
+            await synchronise(first, NAMESPACE, Catalogue({"new": declare("new", priority=1)}))
+            second = asyncio.create_task(declared(here, declare("a", priority=7), declare("new", priority=2)))
+            await soon(lambda: here.sql("SELECT true FROM pg_locks WHERE NOT granted"))
+        await second
+        assert await here.sql("SELECT name, priority FROM actions ORDER BY name") == [("a", 7), ("new", 2)]
+
+
+async def test_a_start_that_the_server_ends_for_a_deadlock_is_repeated(address: str) -> None:
+    """A session that locks two actions in the wrong order, which nothing of ours does."""
+    with psycopg.connect(address, autocommit=True) as session:
+        # The session that began to wait first is ended. Long enough for the other one to begin.
+        session.execute(f"ALTER DATABASE {session.info.dbname} SET deadlock_timeout = '2s'")
+    async with desk(address) as here:
+        await here.sql("UPDATE actions SET priority = 99 RETURNING 1")
+        with psycopg.connect(address) as wrong:
+            lock = "SELECT FROM flotilla.actions WHERE id = %s FOR UPDATE"
+            wrong.execute("SET deadlock_timeout = '1min'")
+            wrong.execute(lock, [2])
+            starting = asyncio.create_task(here.engine.synchronise())
+            await soon(lambda: here.sql("SELECT true FROM pg_locks WHERE NOT granted"))
+            await asyncio.to_thread(wrong.execute, lock, [1])
+        await starting
+        assert await here.sql("SELECT count(*) FROM actions WHERE priority = 99") == [(0,)]
 
 
 async def test_a_pause_survives_a_restart(address: str) -> None:

@@ -1,6 +1,7 @@
 """Slots: counted on from the last one, by elapsed time or by the clock on a wall that jumps twice a year."""
 
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.fleet.duration import seconds, written
-from app.fleet.engine.schedule import HARDLY_LATE, Schedule
+from app.fleet.engine.schedule import HARDLY_LATE, MADE_UP_MOST, Schedule
 
 BERLIN = "Europe/Berlin"
 
@@ -144,6 +145,25 @@ def test_misfire_all_runs_for_each() -> None:
     due, following = every("1m").due(slot, slot + timedelta(minutes=3), "all")
     assert due == [slot + timedelta(minutes=number) for number in range(4)]
     assert following == slot + timedelta(minutes=4)
+
+
+@pytest.mark.parametrize("schedule", [every("1m"), cron("* * * * *"), cron("0 * * * *", BERLIN)])
+def test_misfire_all_makes_up_so_many_of_the_latest_slots_and_no_more(schedule: Schedule) -> None:
+    slot, now = schedule.after(at("2025-01-01 00:00")), at("2026-01-01 00:00")
+    made: list[datetime] = []
+    following = slot
+    while following <= now:
+        due, following = schedule.due(following, now, "all")
+        made += due
+    assert len(made) == MADE_UP_MOST
+    assert made[-1] == schedule.latest(slot, now)
+    assert all(schedule.after(sooner) == later for sooner, later in pairwise(made))
+
+
+@pytest.mark.parametrize("schedule", [every("1d"), cron("0 3 * * *", BERLIN)])
+def test_misfire_all_makes_up_all_of_a_few_slots_however_long_ago(schedule: Schedule) -> None:
+    slot, now = schedule.after(at("2025-01-01 00:00")), at("2025-04-01 12:00")
+    assert schedule.due(slot, now, "all")[0][0] == slot
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

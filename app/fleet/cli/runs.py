@@ -126,11 +126,13 @@ def retry_all(
 ) -> None:
     """Have all runs of an action tried again that failed within some time."""
     states = [*AGAIN] if cancelled else ["failed"]
-    count = asyncio.run(revive(load(), action, states, ago("--since", since), ago("--until", until)))
+    count, left_out = asyncio.run(revive(load(), action, states, ago("--since", since), ago("--until", until)))
     if as_json:
-        say_json({"retried": count})
-    else:
-        say(f"{count} run{'' if count == 1 else 's'} of {action}: pending again")
+        say_json({"retried": count} | ({"left_out": left_out} if left_out else {}))
+        return
+    say(f"{count} run{'' if count == 1 else 's'} of {action}: pending again")
+    if left_out:
+        say(f"{left_out} left out: the action allows one active run at a time (overlap='skip')")
 
 
 def ago(option: str, given: str | None) -> timedelta | None:
@@ -163,11 +165,11 @@ async def do(settings: FleetSettings, command: str, request: Request, run: int) 
 
 async def revive(
     settings: FleetSettings, action: str, states: list[str], since: timedelta | None, until: timedelta | None
-) -> int:
+) -> runs.Retried:
     async with connected(settings) as (connection, namespace):
         action_id = await overview.id_of(connection, namespace, action)
         count = await runs.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
-        await commands.announce(connection, namespace, "runs retry-all", f"{action} {count} runs")
+        await commands.announce(connection, namespace, "runs retry-all", f"{action} {count.many} runs")
         return count
 
 

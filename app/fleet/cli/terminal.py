@@ -65,7 +65,13 @@ async def connected(settings: FleetSettings) -> AsyncIterator[tuple[Connection, 
     with translated(addresses):
         check_schema(addresses, namespace)
         # What was acknowledged survives, whatever this database's shortcut for others is.
-        conninfo = dsn.with_options(addresses.direct, application=name_of(namespace), synchronous_commit="on")
+        # And a command that is stopped half-way keeps no lock for longer than an instance may.
+        conninfo = dsn.with_options(
+            addresses.direct,
+            application=name_of(namespace),
+            synchronous_commit="on",
+            idle_in_transaction_session_timeout=5000,
+        )
         async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as connection:
             yield connection, namespace
 

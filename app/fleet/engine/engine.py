@@ -36,6 +36,9 @@ from app.fleet.settings import FleetSettings
 from app.fleet.stream import feed
 from app.fleet.stream.stream import Stream
 
+# How often a start tries to write its actions, if the server ends its transaction for another one.
+SYNCHRONISE_TRIES = 5
+
 MEMBERS = "SELECT pg_notify('{channel}', 'members:')"
 
 
@@ -82,14 +85,24 @@ class Engine:
 
     async def synchronise(self) -> None:
         """Write the actions of this code into the database, before anything looks for them."""
+        for left in reversed(range(SYNCHRONISE_TRIES)):
+            try:
+                await self._synchronise()
+                break
+            except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
+                # The server ended this transaction so that another one can go on; nothing was written.
+                if left == 0:
+                    raise
+        # Tasks started from here on know whose actions `trigger` means.
+        self.enter()
+
+    async def _synchronise(self) -> None:
         async with self._database.connection() as connection:
             await synchronise(connection, self._database.namespace, self.catalogue)
             await feed.keep(connection, self._database.namespace, self._feed_retention)
             # Now and not at the lookout's first look: an instance that is ready stands by.
             if (me := self._member.identity) is not None:
                 await announce(connection, self._database.namespace, me.id, self.catalogue.ids)
-        # Tasks started from here on know whose actions `trigger` means.
-        self.enter()
 
     def enter(self) -> None:
         """Have the public functions mean this instance, in this task and those that it starts."""

@@ -7,8 +7,10 @@ of those that ended, those that run, and, of those that wait, the one at the end
 An action that nobody's code has any more is `vanished`: it keeps its runs and its pause, and nobody schedules or claims
 it. What only code knows, its summary, is known for the actions of this instance.
 
-Pausing takes the action's advisory lock first: whoever is scheduling a slot of it (`scheduler.py`) has committed by
-then, or sees the pause. A claim that is under way at that moment may still start runs.
+Pausing writes to the action's row, which the scheduler locks while it makes the run of a slot (`scheduler.py`): its
+transaction has committed by then, or sees the pause. A claim that is under way at that moment may still start runs.
+
+Both are short transactions of their own, because claims and the scheduler leave an action alone whose row is locked.
 
 Resuming goes on with the next slot after now: slots during the pause were not missed, they were not wanted. Slots are
 counted on from the last one, as everywhere, so that a pause does not move those that follow. Resuming what is not
@@ -22,11 +24,12 @@ from typing import Any, Literal
 
 from psycopg.rows import dict_row
 
-from app.fleet.db.namespace import Lock, Namespace
+from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.duration import written
 from app.fleet.engine import runs
 from app.fleet.engine.actions import NAME, Catalogue
+from app.fleet.engine.claim import SHORT
 from app.fleet.engine.runs import RunRecord
 from app.fleet.engine.schedule import Misfire, Overlap, Schedule
 from app.fleet.engine.telling import tell
@@ -123,8 +126,6 @@ WHERE %(name)s::text IS NULL OR a.name = %(name)s
 ORDER BY a.name
 """
 
-HOLD_SLOTS = "SELECT pg_advisory_xact_lock({class}, %(lock)s)"
-
 PAUSE = "UPDATE {schema}.actions SET paused_at = clock_timestamp() WHERE id = %(id)s AND paused_at IS NULL"
 
 READ_PAUSED = """
@@ -186,15 +187,20 @@ async def id_of(connection: Connection, namespace: Namespace, name: str) -> int:
 
 
 async def pause(connection: Connection, namespace: Namespace, name: str) -> None:
-    """Have nothing scheduled or claimed of it, from when this transaction commits until it is resumed."""
+    """Have nothing scheduled or claimed of it from now on, until it is resumed."""
     identifier = await id_of(connection, namespace, name)
-    await connection.execute(namespace.sql(HOLD_SLOTS), {"lock": Lock.ACTION.key(identifier)})
     await connection.execute(namespace.sql(PAUSE), {"id": identifier})
 
 
 async def resume(connection: Connection, namespace: Namespace, name: str) -> None:
     """Go on with its next slot, and with the runs that wait."""
     identifier = await id_of(connection, namespace, name)
+    async with connection.transaction():
+        await connection.execute(SHORT)
+        await resume_in(connection, namespace, identifier)
+
+
+async def resume_in(connection: Connection, namespace: Namespace, identifier: int) -> None:
     row = await (await connection.execute(namespace.sql(READ_PAUSED), {"id": identifier})).fetchone()
     if row is None:
         return

@@ -1,19 +1,25 @@
 """Runs as one reads them: from `runs` while they wait or run, from `finished_runs` afterwards, under one id.
 
 Both are asked in one statement, which sees one moment: a run that is moving is in one of them, never in both or none.
-What an operator may do to a run is here too: cancel it, or have it tried again.
+What an operator may do to a run is here too: cancel it, or have it tried again. Each is one statement, which answers
+with the run as it has made it, on a connection in autocommit mode: no lock on a run's row outlives it.
+
+A retry makes a run active. Of an action with `overlap="skip"` one run is active at most (`overlap.py`), so a retry is
+refused while another one is, and a retry of many retries one of them at most and counts the others.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.db.statements import fetch
 from app.fleet.db.stored_json import StoredJsonLoader
+from app.fleet.engine import overlap
 from app.fleet.engine.ending import INSERT_FINISHED, NEXT_OF_LINES, NOTE_ENDED
 from app.fleet.engine.telling import tell
 from app.fleet.errors import RunNotReady, RunUnknown
@@ -84,16 +90,27 @@ WITH gone AS (
     {NOTE_ENDED}
 ), told AS (
     {tell(NEXT_OF_LINES)}
+), ended AS (
+    {INSERT_FINISHED}RETURNING *
 )
-{INSERT_FINISHED}RETURNING id, (SELECT count(*) FROM told)
+SELECT {FINISHED_COLUMNS}
+FROM ended AS r
+JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
 """
 
 # The row asks, and stays asking when the run moves; the notification makes it quick.
-CANCEL_RUNNING = """
-UPDATE {schema}.runs
-SET cancel_requested_at = coalesce(cancel_requested_at, clock_timestamp())
-WHERE id = %(id)s AND state = 'running'
-RETURNING pg_notify('{channel}', 'cancel:' || id)
+CANCEL_RUNNING = f"""
+WITH asked AS (
+    UPDATE {{schema}}.runs
+    SET cancel_requested_at = coalesce(cancel_requested_at, clock_timestamp())
+    WHERE id = %(id)s AND state = 'running'
+    RETURNING *
+), told AS (
+    SELECT pg_notify('{{channel}}', 'cancel:' || id) FROM asked
+)
+SELECT {ACTIVE_COLUMNS}
+FROM asked AS r
+JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
 """
 
 
@@ -113,22 +130,30 @@ WITH back AS (
     SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
            order_key, payload, checkpoint, progress, error, events + 1, created_at
     FROM back
-    RETURNING id, action_id, priority, run_at, events, attempt, instance
+    RETURNING *
 ), written AS (
     {write_down_end("back")}
 ), noted AS (
     {noted("added", "'pending'")}
+), told AS (
+    {tell("added")}
 )
 {then}
 """
 
 
 # One that is being pruned (`retention.py`) has an `expires_at` of the epoch, and may have lost events already.
-REVIVE = revive("id = %(id)s AND state IN ('failed', 'cancelled') AND expires_at > 'epoch'", tell("added"))
+REVIVE = revive(
+    "id = %(id)s AND state IN ('failed', 'cancelled') AND expires_at > 'epoch'",
+    f"""
+SELECT {ACTIVE_COLUMNS}
+FROM added AS r
+JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+""",
+)
 
-# A batch of those that ended in a state, of one action, within some time. Several who ask do not wait for each other.
-REVIVE_MANY = revive(
-    """id = ANY (ARRAY(
+# A batch of those that ended in a state, of one action, within some time.
+ENDED = """
         SELECT f.id
         FROM {schema}.finished_runs AS f
         WHERE f.action_id = %(action)s AND f.state = ANY (%(states)s::text[])
@@ -136,19 +161,37 @@ REVIVE_MANY = revive(
           AND f.finished_at >= coalesce(%(since)s::timestamptz, '-infinity') AND f.finished_at <= %(until)s
         ORDER BY f.id
         LIMIT %(most)s
+"""
+COUNT_ENDED = f"SELECT count(*) FROM ({ENDED}) AS f"
+# Two requests at the same moment do not wait for each other.
+REVIVE_MANY = revive(
+    f"""id = ANY (ARRAY({ENDED}
         FOR UPDATE SKIP LOCKED
     ))""",
-    f"SELECT (SELECT count(*) FROM added), (SELECT count(pg_notify) FROM ({tell('added')}) AS told)",
+    "SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)",
 )
+
+# Of which action a run is, and whether one run of it at a time may be active.
+OVERLAP_OF_RUN = """
+SELECT a.id, a.name, a.overlap
+FROM {schema}.finished_runs AS f
+JOIN {schema}.actions AS a ON a.id = f.action_id
+WHERE f.id = %(id)s
+"""
+OVERLAP = "SELECT overlap FROM {schema}.actions WHERE id = %(action)s"
 
 HURRY = f"""
 WITH hurried AS (
     UPDATE {{schema}}.runs
     SET run_at = clock_timestamp()
     WHERE id = %(id)s AND state = 'pending' AND run_at > clock_timestamp()
-    RETURNING action_id, priority, run_at
+    RETURNING *
+), told AS (
+    {tell("hurried")}
 )
-{tell("hurried")}
+SELECT {ACTIVE_COLUMNS}
+FROM hurried AS r
+JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
 """
 
 
@@ -195,14 +238,28 @@ async def find_page(
 
 async def cancel(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
     """Cancel a run: at once if it waits; if it runs, its instance is told, wherever that is."""
-    values = {"id": identifier}
     # Pending may become running between the two, and running pending: once more is enough for either.
     for _ in range(2):
         for statement in (CANCEL_PENDING, CANCEL_RUNNING):
-            if (await connection.execute(namespace.sql(statement), values)).rowcount == 1:
-                return await find(connection, namespace, identifier)
+            if run := await change(connection, namespace, statement, identifier):
+                return run
     run = await find(connection, namespace, identifier)
     raise RunNotReady(f"run {identifier} has ended already ({run.state}), and cannot be cancelled")
+
+
+async def change(connection: Connection, namespace: Namespace, statement: str, identifier: int) -> RunRecord | None:
+    """Change a run by one statement; return it as it is then, or None if it is in no state for that."""
+    async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
+        cursor.adapters.register_loader("json", StoredJsonLoader)
+        await cursor.execute(namespace.sql(statement), {"id": identifier})
+        return await cursor.fetchone()
+
+
+class Retried(NamedTuple):
+    """How many runs are tried again, and how many are not, because of `overlap="skip"`."""
+
+    many: int
+    left_out: int
 
 
 async def retry_many(
@@ -214,22 +271,35 @@ async def retry_many(
     since: timedelta | None = None,
     until: timedelta | None = None,
     most: int | None = None,
-) -> int:
-    """Have runs tried again that ended in these states, at most and at least so long ago; return how many.
+) -> Retried:
+    """Have runs tried again that ended in these states, at most and at least so long ago.
 
-    In batches, each a transaction of its own on a connection in autocommit. What fails again meanwhile is left alone.
+    In batches, each a transaction of its own. What fails again meanwhile is left alone.
     """
     values: dict[str, Any] = {"action": action_id, "states": list(states)}
     values["since"], values["until"] = await instants(connection, namespace, since, until)
+    ((alone,),) = await fetch(connection, namespace.sql(OVERLAP), {"action": action_id})
+    if alone == "skip":
+        return await retry_one_of(connection, namespace, {**values, "most": most})
     done = 0
     while most is None or done < most:
         values["most"] = AT_ONCE if most is None else min(AT_ONCE, most - done)
-        row = await (await connection.execute(namespace.sql(REVIVE_MANY), values)).fetchone()
-        assert row is not None
-        done += row[0]
-        if row[0] < values["most"]:
+        ((many, _),) = await fetch(connection, namespace.sql(REVIVE_MANY), values)
+        done += many
+        if many < values["most"]:
             break
-    return done
+    return Retried(done, 0)
+
+
+async def retry_one_of(connection: Connection, namespace: Namespace, values: dict[str, Any]) -> Retried:
+    """Have the oldest of these tried again, unless a run of their action is active."""
+    action_id, many = values["action"], 0
+    async with connection.transaction():
+        active = await overlap.hold(connection, namespace, [action_id])
+        ((found,),) = await fetch(connection, namespace.sql(COUNT_ENDED), values)
+        if active[action_id] is None:
+            ((many, _),) = await fetch(connection, namespace.sql(REVIVE_MANY), {**values, "most": 1})
+    return Retried(many, max(found - many, 0))
 
 
 async def instants(
@@ -243,14 +313,29 @@ async def instants(
 
 async def retry(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
     """Have a run tried again that failed or was cancelled; one that waits for a later time is tried now."""
-    values = {"id": identifier}
-    for statement in (REVIVE, HURRY):
-        if (await connection.execute(namespace.sql(statement), values)).rowcount == 1:
-            return await find(connection, namespace, identifier)
-    run = await find(connection, namespace, identifier)
-    if run.state == "pending":
-        return run
+    # It may end between two of these statements, and begin again: once more is enough for either.
+    for _ in range(2):
+        changed = await revive_one(connection, namespace, identifier)
+        changed = changed or await change(connection, namespace, HURRY, identifier)
+        run = changed or await find(connection, namespace, identifier)
+        if run.state == "pending":
+            return run
+        if run.state not in AGAIN:
+            break
     if run.state in AGAIN:
         raise RunUnknown(f"run {identifier} ended so long ago that it is being forgotten")
     what = "it is running" if run.state == "running" else "it succeeded; to have it done once more, trigger the action"
     raise RunNotReady(f"run {identifier} cannot be tried again: {what}")
+
+
+async def revive_one(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord | None:
+    rows = await fetch(connection, namespace.sql(OVERLAP_OF_RUN), {"id": identifier})
+    if not rows or rows[0][2] != "skip":
+        return await change(connection, namespace, REVIVE, identifier)
+    ((action_id, name, _),) = rows
+    async with connection.transaction():
+        active = (await overlap.hold(connection, namespace, [action_id]))[action_id]
+        # It may be this very run, which another retry has made active.
+        if active is not None and active != identifier:
+            raise overlap.already_active(name, active)
+        return await change(connection, namespace, REVIVE, identifier)

@@ -8,7 +8,7 @@ more often, and then it runs in both.
 
     after an outage, slots were missed    misfire     runs
                                           once        one, for the latest of them
-                                          all         one for each
+                                          all         one for each of the latest `MADE_UP_MOST`
                                           skip        none; one for the latest if that is hardly late (`HARDLY_LATE`)
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal, Self
 from zoneinfo import ZoneInfo
 
@@ -31,6 +31,8 @@ Overlap = Literal["skip", "queue", "allow"]
 HARDLY_LATE = 10.0
 # How many missed slots one claim takes on; the next claim goes on from there.
 AT_ONCE = 100
+# With misfire="all", how many missed slots an action makes up. One that was gone for months makes no flood of runs.
+MADE_UP_MOST = 1000
 SHORTEST = 0.1
 TEXT = re.compile(r"(?:every (?P<every>\S+)|cron (?P<cron>.+) in (?P<zone>\S+?))(?: jitter (?P<jitter>\S+))?")
 
@@ -95,13 +97,25 @@ class Schedule:
     def due(self, slot: datetime, now: datetime, misfire: Misfire) -> tuple[list[datetime], datetime]:
         """Return the slots to run for, `slot` being due by now, and the slot that is next."""
         if misfire == "all":
-            due = [slot]
+            due = [self._first_made_up(slot, now)]
             while len(due) < AT_ONCE and (following := self.after(due[-1])) <= now:
                 due.append(following)
             return due, self.after(due[-1])
         latest = self.latest(slot, now)
         late = (now - latest).total_seconds()
         return ([] if misfire == "skip" and late > HARDLY_LATE else [latest]), self.after(latest)
+
+    def _first_made_up(self, slot: datetime, now: datetime) -> datetime:
+        """Return the first slot that is not too long ago to be made up, `slot` being due by now."""
+        if self.every is not None:
+            step = timedelta(seconds=self.every)
+            return slot + step * max(0, (now - slot) // step + 1 - MADE_UP_MOST)
+        # Two ticks are at least a second apart.
+        if now - slot < timedelta(seconds=MADE_UP_MOST):
+            return slot
+        ticks = self.ticks(now + timedelta(microseconds=1), backwards=True)
+        later = list(islice(takewhile(lambda tick: tick > slot, ticks), MADE_UP_MOST))
+        return later[-1] if len(later) == MADE_UP_MOST else slot
 
     def ticks(self, start: datetime, *, backwards: bool = False) -> Iterator[datetime]:
         assert self.cron is not None

@@ -10,6 +10,10 @@ Claiming due actions is one transaction:
        what was read                           the third
     5  commit                                  which frees the lock
 
+No statement here waits for another transaction. What was left out in 1 or 2 is tried again after `CONTENDED`, and less
+often the longer it lasts; all other actions are scheduled meanwhile. So a caller's transaction that is kept open delays
+the one action whose run it makes.
+
 The lock is freed by the commit, and by then the table says what the lock said. Freed any earlier it would protect
 nothing: the next instance would get it a millisecond later and find the action as due as before.
 
@@ -38,6 +42,7 @@ from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import array
 from app.fleet.engine.actions import Catalogue
 from app.fleet.engine.claim import SHORT, Clock
+from app.fleet.engine.overlap import active_run
 from app.fleet.engine.schedule import Schedule
 from app.fleet.engine.telling import tell
 from app.fleet.errors import DatabaseError
@@ -51,7 +56,9 @@ BACK_UP = 1.0
 BATCH = 1024
 RETRY = 0.1
 AFTER_DEFECT = 1.0
+# When to come back for actions that another transaction has locked: soon, and then half as often each time.
 CONTENDED = 0.02
+CONTENDED_MOST = 0.5
 
 log = events(__name__)
 
@@ -72,6 +79,8 @@ READ_AGAIN = """
 SELECT id, schedule, misfire, overlap, next_run_at, clock_timestamp()
 FROM {schema}.actions
 WHERE id = ANY (%(actions)s::int[]) AND next_run_at <= clock_timestamp() AND paused_at IS NULL
+ORDER BY id
+FOR NO KEY UPDATE SKIP LOCKED
 """
 
 # Slots whose action is still busy with an earlier one are left out, if it wants it so.
@@ -80,15 +89,7 @@ WITH slots AS MATERIALIZED (
     SELECT *, 'slot:' || to_char(slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US') AS key
     FROM unnest(%(actions)s::int[], %(slots)s::timestamptz[], %(jitters)s::float8[], %(alone)s::bool[])
          AS s (action_id, slot, jitter, alone)
-    -- One probe of each index: a NOT IN or EXISTS here may become a walk through all that waits.
-    WHERE NOT (
-        alone
-        AND coalesce(
-            (SELECT true FROM {{schema}}.runs AS r WHERE r.action_id = s.action_id AND r.state = 'running' LIMIT 1),
-            (SELECT true FROM {{schema}}.runs AS r WHERE r.action_id = s.action_id AND r.state = 'pending' LIMIT 1),
-            false
-        )
-    )
+    WHERE NOT (alone AND {active_run("s.action_id")} IS NOT NULL)
 ), new AS (
     INSERT INTO {{schema}}.run_keys (action_id, key, run_id)
     SELECT action_id, key, nextval('{{schema}}.runs_id_seq')
@@ -122,7 +123,7 @@ WHERE a.id = n.action_id AND a.next_run_at = n.was
 NEXT_SLOT = """
 SELECT min(next_run_at), clock_timestamp()
 FROM {schema}.actions
-WHERE id = ANY (%(actions)s::int[]) AND paused_at IS NULL
+WHERE id = ANY (%(actions)s::int[]) AND NOT (id = ANY (%(left)s::int[])) AND paused_at IS NULL
 """
 
 
@@ -150,6 +151,8 @@ class Scheduler(Service):
         self._on_rush = on_rush
         self._lane = database.lane()
         self._due: float | None = None
+        # How long to leave what another transaction has locked.
+        self._patience = CONTENDED
         self._first = True
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -202,41 +205,49 @@ class Scheduler(Service):
         """Claim everything that is due, batch by batch, and learn what is due next."""
         loop = asyncio.get_running_loop()
         async with self._lane.connection() as connection:
-            rush = contended = False
+            rush = False
+            left: set[int] = set()
             try:
                 while self._may_schedule():
-                    taken, contended = await self._claim_due(connection)
-                    if taken < BATCH:
+                    due, left = await self._claim_due(connection)
+                    if due < BATCH or len(left) == due:
                         break
                     rush = True
                     self._on_rush(rush)
             finally:
                 if rush:
                     self._on_rush(False)
-            answer = await connection.execute(self._sql(NEXT_SLOT), {"actions": array(self._catalogue.ids)})
+            asked = {"actions": array(self._catalogue.ids), "left": array(left)}
+            answer = await connection.execute(self._sql(NEXT_SLOT), asked)
             row = await answer.fetchone()
         assert row is not None
         slot, server_now = row
         self._clock.learn(server_now, loop.time())
         if slot is not None:
             self.expect(slot)
-            if contended and self._due is not None:
-                self._due = max(self._due, loop.time() + CONTENDED)
+        if left:
+            again = loop.time() + self._patience
+            self._due = again if self._due is None else min(self._due, again)
+            self._patience = min(2 * self._patience, CONTENDED_MOST)
+        else:
+            self._patience = CONTENDED
 
-    async def _claim_due(self, connection: Connection) -> tuple[int, bool]:
-        """One transaction of the protocol above. Returns how many were due, and whether some were left to others."""
+    async def _claim_due(self, connection: Connection) -> tuple[int, set[int]]:
+        """One transaction of the protocol above. Returns how many were due, and which of them are left."""
         async with connection.transaction():
             await connection.execute(SHORT)
             asked = {"actions": array(self._catalogue.ids), "batch": BATCH, "kind": Lock.ACTION.key(0)}
             due = await (await connection.execute(self._sql(LOCK_DUE), asked)).fetchall()
             held = [identifier for identifier, taken in due if taken]
+            rows: Sequence[tuple[Any, ...]] = []
             # The first time with nothing too, so that the plans are there when a thousand are due.
             if held or self._first:
                 self._first = False
                 async with connection.cursor(binary=True) as cursor:
                     await cursor.execute(self._sql(READ_AGAIN), {"actions": array(held)})
-                    await self._insert(connection, await cursor.fetchall())
-        return len(due), len(held) < len(due)
+                    rows = await cursor.fetchall()
+                await self._insert(connection, rows)
+        return len(due), {identifier for identifier, _ in due}.difference([row[0] for row in rows])
 
     async def _insert(self, connection: Connection, due: Sequence[tuple[Any, ...]]) -> None:
         actions, slots, jitters, alone = [], [], [], []

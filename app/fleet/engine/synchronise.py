@@ -1,9 +1,23 @@
 """What the code declares becomes what the database says, at every start.
 
-One statement for all actions, in the order of their names, so that instances that start together wait for each other
-and never in a circle. A changed schedule gets its next slot anew; one that is unchanged keeps it, whoever restarts how
-often, so that a long interval is not put off by frequent deploys. A pause is the operator's and is left alone. An
-action that the code has no more stays in the table with its runs; it is claimed and scheduled by nobody.
+Two statements: one adds the actions that the database does not have, in the order of their names; one changes those
+that were declared otherwise before, in the order of their ids, as everywhere. So instances that start together wait for
+each other and never in a circle. The scheduler and claims never wait for an action's row, so neither can be
+part of a circle. A start that the server ends for a deadlock all the same is repeated (`engine.py`).
+
+Only a new action draws an id: ids have 28 bits and are never reused.
+
+    what was declared otherwise     then
+    `every`                         the next slot is the old one or one interval from now, whichever is earlier: two
+                                    releases that take turns, with restarts more frequent than the interval, would
+                                    otherwise put it off for ever
+    `cron`                          the next slot is the next one of the expression
+    nothing about the schedule      the next slot stays, however often the instances restart
+    `rate`                          holds from the next claim on: as many starts as count against the old one count
+                                    against the new one, and never more than it allows at once
+
+A pause is the operator's and is left alone. An action that the code has no more stays in the table with its runs; it
+is claimed and scheduled by nobody.
 
 While releases are mixed, the last instance to start decides, for all: scheduling and limits go by the table.
 """
@@ -18,35 +32,63 @@ from app.fleet.engine.actions import Action, Catalogue
 
 NOW = "SELECT clock_timestamp()"
 
-SYNCHRONISE = """
-INSERT INTO {schema}.actions AS a (
+DECLARED = """jsonb_to_recordset(%(declared)s::jsonb) AS d (
+    name text, schedule text, misfire text, overlap text, priority int, max_attempts int, retention float8,
+    concurrency int, rate_interval float8, rate_burst int, next_run_at timestamptz, anchored bool
+)"""
+
+# Another instance that starts at this moment may add the same ones: the second waits for the first, and then compares.
+ADD = f"""
+INSERT INTO {{schema}}.actions (
     name, schedule, misfire, overlap, priority, max_attempts, retention, concurrency, rate_interval, rate_burst,
     next_run_at
 )
 SELECT d.name, d.schedule, d.misfire, d.overlap, d.priority, d.max_attempts, make_interval(secs => d.retention),
        d.concurrency, d.rate_interval, d.rate_burst, d.next_run_at
-FROM jsonb_to_recordset(%(declared)s::jsonb) AS d (
-    name text, schedule text, misfire text, overlap text, priority int, max_attempts int, retention float8,
-    concurrency int, rate_interval float8, rate_burst int, next_run_at timestamptz
-)
+FROM {DECLARED}
+WHERE NOT EXISTS (SELECT FROM {{schema}}.actions AS a WHERE a.name = d.name)
 ORDER BY d.name
-ON CONFLICT (name) DO UPDATE
-SET schedule = excluded.schedule,
-    misfire = excluded.misfire,
-    overlap = excluded.overlap,
-    priority = excluded.priority,
-    max_attempts = excluded.max_attempts,
-    retention = excluded.retention,
-    concurrency = excluded.concurrency,
-    rate_interval = excluded.rate_interval,
-    rate_burst = excluded.rate_burst,
-    next_run_at = CASE WHEN a.schedule IS DISTINCT FROM excluded.schedule THEN excluded.next_run_at
-                       ELSE a.next_run_at END
-WHERE (a.schedule, a.misfire, a.overlap, a.priority, a.max_attempts, a.retention, a.concurrency, a.rate_interval,
-       a.rate_burst)
-      IS DISTINCT FROM
-      (excluded.schedule, excluded.misfire, excluded.overlap, excluded.priority, excluded.max_attempts,
-       excluded.retention, excluded.concurrency, excluded.rate_interval, excluded.rate_burst)
+ON CONFLICT (name) DO NOTHING
+"""
+
+CHANGE = f"""
+WITH changed AS MATERIALIZED (
+    SELECT a.id, d.*
+    FROM {{schema}}.actions AS a
+    JOIN {DECLARED} ON d.name = a.name
+    WHERE (a.schedule, a.misfire, a.overlap, a.priority, a.max_attempts, a.retention, a.concurrency, a.rate_interval,
+           a.rate_burst)
+          IS DISTINCT FROM
+          (d.schedule, d.misfire, d.overlap, d.priority, d.max_attempts, make_interval(secs => d.retention),
+           d.concurrency, d.rate_interval, d.rate_burst)
+    ORDER BY a.id
+    FOR NO KEY UPDATE OF a
+)
+UPDATE {{schema}}.actions AS a
+SET schedule = d.schedule,
+    misfire = d.misfire,
+    overlap = d.overlap,
+    priority = d.priority,
+    max_attempts = d.max_attempts,
+    retention = make_interval(secs => d.retention),
+    concurrency = d.concurrency,
+    rate_interval = d.rate_interval,
+    rate_burst = d.rate_burst,
+    rate_used_until = CASE
+        WHEN (a.rate_interval, a.rate_burst) IS NOT DISTINCT FROM (d.rate_interval, d.rate_burst)
+        THEN a.rate_used_until
+        WHEN a.rate_interval IS NULL OR a.rate_used_until IS NULL THEN NULL
+        ELSE clock_timestamp() + make_interval(secs => d.rate_interval * least(
+            d.rate_burst, extract(epoch FROM a.rate_used_until - clock_timestamp())::float8 / a.rate_interval
+        ))
+    END,
+    next_run_at = CASE
+        WHEN a.schedule IS NOT DISTINCT FROM d.schedule THEN a.next_run_at
+        WHEN d.anchored THEN least(a.next_run_at, d.next_run_at)
+        ELSE d.next_run_at
+    END
+FROM changed AS d
+WHERE a.id = d.id
 """
 
 IDS = "SELECT name, id FROM {schema}.actions WHERE name = ANY (%(names)s)"
@@ -63,7 +105,8 @@ async def synchronise(connection: Connection, namespace: Namespace, catalogue: C
     row = await (await connection.execute(namespace.sql(NOW))).fetchone()
     assert row is not None
     declared = json.dumps([declaration(action, row[0]) for action in catalogue])
-    await connection.execute(namespace.sql(SYNCHRONISE), {"declared": declared})
+    for statement in (ADD, CHANGE):
+        await connection.execute(namespace.sql(statement), {"declared": declared})
     await learn_ids(connection, namespace, catalogue)
 
 
@@ -88,6 +131,7 @@ def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:
         "rate_interval": None if action.rate is None else action.rate.interval,
         "rate_burst": None if action.rate is None else action.rate.burst,
         "next_run_at": None if schedule is None else schedule.after(now).isoformat(),
+        "anchored": schedule is not None and schedule.every is not None,
     }
 
 

@@ -12,7 +12,8 @@ later, because only that sees it). Keys are taken in order, so that two batches 
 Runs with the same `order_by` are a line (`lines.py`), in the order of their ids: so these are drawn in the order in
 which the runs are given, also where keys, which are taken in another one, decide which of them are new.
 
-With `overlap="skip"` the action's row is locked first; then nobody can begin a run between the look and the insert.
+With `overlap="skip"` the action's lock is taken before anything is written, and an active run refuses the order
+(`overlap.py`).
 
 Lock order: actions by id, then keys by action and text.
 """
@@ -30,11 +31,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, fetch
-from app.fleet.engine import lines
+from app.fleet.engine import lines, overlap
 from app.fleet.engine.actions import PRIORITIES, Action, Catalogue
 from app.fleet.engine.runs import RunRecord, Trigger
 from app.fleet.engine.telling import tell
-from app.fleet.errors import AlreadyActive, EngineError, FleetError, KeyInFlight, KeyReused
+from app.fleet.errors import EngineError, FleetError, KeyInFlight, KeyReused
 from app.fleet.stream.feed import noted
 from app.fleet.stream.hub import Hub
 
@@ -91,18 +92,6 @@ KNOWN_KEYS = """
 SELECT k.action_id, k.key, k.run_id, k.digest
 FROM {schema}.run_keys AS k
 JOIN unnest(%(actions)s::int[], %(keys)s::text[]) AS w (action_id, key) USING (action_id, key)
-"""
-
-HOLD_ACTIONS = """
-SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO KEY UPDATE
-"""
-
-ACTIVE = """
-SELECT w.action_id, coalesce(
-           (SELECT id FROM {schema}.runs AS r WHERE r.action_id = w.action_id AND r.state = 'running' LIMIT 1),
-           (SELECT id FROM {schema}.runs AS r WHERE r.action_id = w.action_id AND r.state = 'pending' LIMIT 1)
-       )
-FROM unnest(%(actions)s::int[]) AS w (action_id)
 """
 
 # A request with this Idempotency-Key is at work in another transaction as long as this cannot be taken.
@@ -329,21 +318,16 @@ async def refuse_active(place: Place, namespace: Namespace, orders: Sequence[Pre
     """Refuse orders of actions that want no second run beside the first; before anything is written."""
     if not orders:
         return
-    await fetch(place, namespace.sql(HOLD_ACTIONS), {"actions": sorted({each.action_id for each in orders})})
+    active = await overlap.hold(place, namespace, {each.action_id for each in orders})
     keyed = {key_of(each): each for each in orders if each.order.key is not None}
     known = await known_keys(place, namespace, keyed) if keyed else {}
     # A key that stands here twice is one run.
     new = list({key_of(each): each for each in keyed.values() if key_of(each) not in known}.values())
     new += [each for each in orders if each.order.key is None]
-    active = dict(await fetch(place, namespace.sql(ACTIVE), {"actions": [each.action_id for each in new]}))
     seen: set[int] = set()
     for each in new:
-        if (run_id := active.get(each.action_id)) is not None:
-            raise AlreadyActive(
-                f"the action {each.action.name!r} has an active run, {run_id}, and allows one at a time "
-                f"(overlap='skip'): wait for it, or cancel it",
-                run_id,
-            )
+        if (run_id := active[each.action_id]) is not None:
+            raise overlap.already_active(each.action.name, run_id)
         if each.action_id in seen:
             raise EngineError(f"the action {each.action.name!r} stands here twice, and allows one run at a time")
         seen.add(each.action_id)

@@ -102,7 +102,7 @@ async def trigger(context: Context, order: Order, key: str | None) -> Triggered:
 
 
 async def change(context: Context, name: str, how: Callable[[Connection, Namespace, str], Awaitable[None]]) -> Response:
-    async with context.database.connection() as connection:
+    async with context.database.autocommit() as connection:
         await how(connection, context.database.namespace, name)
         return await shown(context, connection, name)
 

@@ -78,6 +78,8 @@ class Retried:
     retried: int
     # There may be more: ask again.
     more: bool
+    # Of an action with overlap="skip": how many were not tried again, because one run of it at a time is active.
+    left_out: Annotated[int, Field(exclude_if=lambda value: not value)] = 0
 
 
 RETRY_WANTED = TypeAdapter(RetryWanted)
@@ -126,8 +128,9 @@ async def retry_many(request: Request, context: InContext) -> Response:
             until=wanted.until,
             most=wanted.limit,
         )
-    about(request, f"{wanted.action} {done} runs")
-    return answer(RETRIED, Retried(retried=done, more=done == wanted.limit))
+    about(request, f"{wanted.action} {done.many} runs")
+    more = done.many == wanted.limit and not done.left_out
+    return answer(RETRIED, Retried(done.many, more, done.left_out))
 
 
 @router.get("/runs", response_model=RunPage, responses=refusals(400, 404))
@@ -163,7 +166,7 @@ async def show_run(run_id: RunId, context: InContext) -> Response:
 async def cancel_run(run_id: RunId, context: InContext) -> Response:
     """Cancel a run: at once if it waits; if it runs, as soon as its instance, wherever that is, has heard of it."""
     number = number_of(run_id)
-    async with context.database.connection() as connection:
+    async with context.database.autocommit() as connection:
         cancelled = await runs.cancel(connection, context.database.namespace, number)
     context.stream.relay.tell(CHANGED, [number])
     return answer(RUN, cancelled)
@@ -173,7 +176,7 @@ async def cancel_run(run_id: RunId, context: InContext) -> Response:
 async def retry_run(run_id: RunId, context: InContext) -> Response:
     """Have a run tried again that failed or was cancelled; one that waits for a later time is tried now."""
     number = number_of(run_id)
-    async with context.database.connection() as connection:
+    async with context.database.autocommit() as connection:
         return answer(RUN, await runs.retry(connection, context.database.namespace, number))
 
 

@@ -1,0 +1,100 @@
+"""`overlap="skip"`: at most one run of the action is active, that is, waits or runs.
+
+Every transaction that makes a run of such an action active (a slot, a trigger, an operator's retry) does two things, in
+this order:
+
+    1  take the action's advisory lock, until the transaction ends
+    2  look for an active run, in a statement of its own
+
+Only a statement that begins after the lock was granted sees what the transaction that held it before has committed. A
+run that goes back to `pending` (a retry, a pause, the death of its instance) was active before and needs neither.
+
+The lock is advisory, and not the action's row, because a caller's transaction may stay open for as long as it likes:
+the scheduler, claims, a pause and the start of an instance work with the row meanwhile.
+
+    who                              while another transaction has the lock
+    scheduler                        leaves this action alone, schedules the others, and comes back
+    trigger and retry, on their own  wait for `LOCK_PATIENCE`, then `AlreadyActive`: the other one makes a run of it
+    trigger in a caller's session    waits for that transaction, in the caller's own
+
+It does not promise anything while two releases disagree about the option: a trigger goes by its own code, the
+scheduler and a retry by the table.
+
+Lock order: actions by id.
+"""
+
+from collections.abc import Collection
+
+import psycopg
+
+from app.fleet.db.namespace import Lock, Namespace
+from app.fleet.db.statements import Place, fetch
+from app.fleet.errors import AlreadyActive
+
+LOCK_PATIENCE = 1.0
+
+# A frozen process must not keep the lock for longer than a lease.
+BOUND = f"""
+SELECT set_config('idle_in_transaction_session_timeout', '5000', true),
+       set_config('lock_timeout', '{LOCK_PATIENCE * 1000:.0f}', true)
+"""
+UNBOUND = "SET LOCAL lock_timeout TO DEFAULT"
+
+# In the order of the array, which is sorted.
+HOLD = f"""
+SELECT pg_advisory_xact_lock({{class}}, {Lock.ACTION.key(0)} + id) FROM unnest(%(actions)s::int[]) AS w (id)
+"""
+
+
+def active_run(action_id: str) -> str:
+    """Return the SQL expression for the id of an active run of an action, or null.
+
+    ORDER BY follows the columns of an index, because without it the planner may read all of the table for the one row.
+    """
+    return f"""coalesce(
+        (
+            SELECT r.id
+            FROM {{schema}}.runs AS r
+            WHERE r.action_id = {action_id} AND r.state = 'running'
+            ORDER BY r.action_id, r.instance_id
+            LIMIT 1
+        ),
+        (
+            SELECT r.id
+            FROM {{schema}}.runs AS r
+            WHERE r.action_id = {action_id} AND r.state = 'pending'
+            ORDER BY r.action_id, r.priority, r.run_at, r.id
+            LIMIT 1
+        )
+    )"""
+
+
+ACTIVE = f"SELECT w.id, {active_run('w.id')} FROM unnest(%(actions)s::int[]) AS w (id)"
+
+
+async def hold(place: Place, namespace: Namespace, actions: Collection[int]) -> dict[int, int | None]:
+    """Take the locks of these actions until the transaction ends; return the active run of each, if it has one."""
+    wanted = {"actions": sorted(actions)}
+    if not isinstance(place, psycopg.AsyncConnection):
+        await fetch(place, namespace.sql(HOLD), wanted)
+    else:
+        # A connection of ours, and not the caller's session.
+        await place.execute(namespace.sql(BOUND))
+        try:
+            await place.execute(namespace.sql(HOLD), wanted)
+        except psycopg.errors.LockNotAvailable:
+            raise AlreadyActive(
+                "another transaction is making a run of this action and is still open, and the action allows one at a "
+                "time (overlap='skip'): try again when it has ended",
+                None,
+            ) from None
+        await place.execute(UNBOUND)
+    return dict(await fetch(place, namespace.sql(ACTIVE), wanted))
+
+
+def already_active(name: str, run_id: int) -> AlreadyActive:
+    return AlreadyActive(
+        f"the action {name!r} has an active run, {run_id}, and allows one at a time (overlap='skip'): wait for it, or "
+        f"cancel it",
+        run_id,
+    )

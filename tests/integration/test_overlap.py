@@ -1,0 +1,237 @@
+"""`overlap="skip"`: whoever makes a run active, at most one run of the action is; and no other action waits for it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import AlreadyActive
+from app.fleet.db.pool import Connection
+from app.fleet.engine import overlap, runs
+from app.fleet.engine.trigger import Order, Triggers
+from app.fleet.stream.hub import Hub
+from app.fleet.stream.relay import Relay
+from tests.support.table import NAMESPACE, Table, declare, table
+
+pytestmark = pytest.mark.anyio
+POSTGRES_VERSIONS = (18, 16)
+# For hangs, not for speed.
+BOUND = 10
+FINISHED = """
+INSERT INTO finished_runs (id, action_id, state, priority, run_at, token, attempt, max_attempts, trigger, events,
+                           created_at, finished_at, expires_at)
+SELECT nextval('runs_id_seq'), a.id, 'failed', 0, now(), 1, 1, 1, 'code', 3, now(), now(), now() + interval '1 day'
+FROM actions AS a, generate_series(1, %s)
+WHERE a.name = 'alone'
+RETURNING id
+"""
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Table]:
+    async with table(address, declare("alone", every="1h", overlap="skip"), declare("other", every="1h")) as own:
+        yield own
+
+
+async def failed(here: Table, many: int) -> list[int]:
+    return [row[0] for row in await here.sql(FINISHED, many)]
+
+
+async def active(here: Table) -> list[int]:
+    """Return the runs of the action that wait or run."""
+    statement = "SELECT r.id FROM runs AS r JOIN actions AS a ON a.id = r.action_id WHERE a.name = 'alone' ORDER BY 1"
+    return [row[0] for row in await here.sql(statement)]
+
+
+async def trigger(here: Table, session: AsyncSession) -> int:
+    triggers = Triggers(here.database, here.catalogue, Hub(here.database, Relay(here.database)))
+    (done,) = await triggers.trigger([Order("alone")], session)
+    return done.id
+
+
+@asynccontextmanager
+async def autocommit(here: Table) -> AsyncIterator[Connection]:
+    async with here.database.autocommit() as connection:
+        yield connection
+
+
+async def retry(here: Table, run_id: int) -> None:
+    async with autocommit(here) as connection:
+        await runs.retry(connection, NAMESPACE, run_id)
+
+
+async def retry_all(here: Table, **options: Any) -> runs.Retried:
+    async with autocommit(here) as connection:
+        return await runs.retry_many(connection, NAMESPACE, here.catalogue.id_of("alone"), **options)
+
+
+# -- a caller's transaction -------------------------------------------------------------------------------------------
+
+
+async def test_a_slot_makes_no_run_beside_one_that_an_open_transaction_has_triggered(here: Table) -> None:
+    scheduler = await here.scheduler()
+    slot = await here.due(name="alone")
+    async with here.database.session() as session:
+        made = await trigger(here, session)
+        await asyncio.wait_for(scheduler._schedule(), BOUND)
+    await scheduler._schedule()
+    assert await active(here) == [made]
+    assert await here.sql("SELECT next_run_at FROM actions WHERE name = 'alone'") == [(slot + timedelta(hours=1),)]
+
+
+async def test_a_slot_makes_its_run_when_the_open_transaction_is_rolled_back(here: Table) -> None:
+    scheduler = await here.scheduler()
+    slot = await here.due(name="alone")
+    async with here.database.session() as session:
+        await trigger(here, session)
+        await asyncio.wait_for(scheduler._schedule(), BOUND)
+        await session.rollback()
+    await scheduler._schedule()
+    assert await here.slots() == [slot]
+
+
+async def test_an_open_transaction_delays_no_other_action(here: Table) -> None:
+    scheduler = await here.scheduler()
+    await here.due(name="alone")
+    slot = await here.due(name="other")
+    async with here.database.session() as session:
+        await trigger(here, session)
+        await asyncio.wait_for(scheduler._schedule(), BOUND)
+        assert await here.slots() == [slot]
+        # And the action itself is looked at again soon, without a notification.
+        assert scheduler._due is not None
+        assert scheduler._due - asyncio.get_running_loop().time() < 1
+
+
+async def test_a_row_that_is_locked_delays_no_other_action(here: Table) -> None:
+    """As the start of an instance locks it, and as a claim of a limited action does."""
+    scheduler = await here.scheduler()
+    late = await here.due(name="alone")
+    slot = await here.due(name="other")
+    with psycopg.connect(here.address) as holder:
+        holder.execute("SELECT FROM flotilla.actions WHERE name = 'alone' FOR NO KEY UPDATE")
+        await asyncio.wait_for(scheduler._schedule(), BOUND)
+        assert await here.slots() == [slot]
+    await scheduler._schedule()
+    assert await here.slots() == [late, slot]
+
+
+async def test_an_open_transaction_stops_no_pause_and_no_claim(here: Table) -> None:
+    one = await here.instance("one")
+    async with here.database.session() as session:
+        await trigger(here, session)
+        with psycopg.connect(here.address, autocommit=True) as operator:
+            operator.execute("SET lock_timeout = '5s'")
+            operator.execute("UPDATE flotilla.actions SET paused_at = now() WHERE name = 'alone'")
+            operator.execute("UPDATE flotilla.actions SET paused_at = NULL, concurrency = 1 WHERE name = 'alone'")
+        one.claimant.limited = {here.catalogue.id_of("alone")}
+    assert [run.run_id for run in await one.claim()] == await active(here)
+
+
+async def test_a_trigger_beside_an_open_one_is_refused_soon_and_keeps_no_connection(
+    here: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "BOUND", overlap.BOUND.replace("1000", "50"))
+    async with here.database.session() as session:
+        made = await trigger(here, session)
+        with pytest.raises(AlreadyActive) as refused:
+            await asyncio.wait_for(here.trigger(Order("alone")), BOUND)
+        assert refused.value.run_id is None
+    with pytest.raises(AlreadyActive) as refused:
+        await here.trigger(Order("alone"))
+    assert refused.value.run_id == made
+
+
+# -- an operator ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_retry_is_refused_while_another_run_is_active(here: Table) -> None:
+    (old,) = await failed(here, 1)
+    (made,) = await here.trigger(Order("alone"))
+    with pytest.raises(AlreadyActive) as refused:
+        await retry(here, old)
+    assert refused.value.run_id == made
+    assert await active(here) == [made]
+    await here.sql("DELETE FROM runs RETURNING 1")
+    await retry(here, old)
+    assert await active(here) == [old]
+    await retry(here, old)
+    assert await active(here) == [old], "a run that waits already is no other run"
+
+
+async def test_a_retry_of_many_retries_one_and_says_how_many_it_left_out(here: Table) -> None:
+    old = await failed(here, 5)
+    assert await retry_all(here) == (1, 4)
+    assert await active(here) == old[:1]
+    assert await retry_all(here) == (0, 4)
+    assert await retry_all(here, most=2) == (0, 2)
+    assert await active(here) == old[:1]
+
+
+async def test_a_retry_of_many_runs_of_another_action_retries_them_all(here: Table) -> None:
+    await failed(here, 3)
+    await here.sql("UPDATE actions SET overlap = 'allow' RETURNING 1")
+    assert await retry_all(here) == (3, 0)
+
+
+# -- all of them at once ----------------------------------------------------------------------------------------------
+
+
+async def test_of_all_who_make_a_run_active_at_once_one_does(here: Table) -> None:
+    schedulers = [await here.scheduler() for _ in range(2)]
+
+    async def in_a_session() -> None:
+        async with here.database.session() as session:
+            await trigger(here, session)
+            await asyncio.sleep(0)
+
+    for _ in range(25):
+        old = await failed(here, 4)
+        await here.due(name="alone")
+        done = await asyncio.gather(
+            *(scheduler._schedule() for scheduler in schedulers),
+            in_a_session(),
+            here.trigger(Order("alone")),
+            retry(here, old[0]),
+            retry(here, old[1]),
+            retry_all(here),
+            return_exceptions=True,
+        )
+        refused = [each for each in done if isinstance(each, BaseException)]
+        assert all(isinstance(each, AlreadyActive) for each in refused), refused
+        assert len(await active(here)) == 1
+        await here.sql("DELETE FROM runs RETURNING 1")
+        await here.sql("DELETE FROM finished_runs RETURNING 1")
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+async def test_the_look_for_an_active_run_reads_no_backlog(here: Table) -> None:
+    """Neither that of another action, nor the action's own."""
+    other = here.catalogue.id_of("other")
+    await here.sql(
+        "INSERT INTO runs (action_id, priority, run_at, max_attempts, trigger) "
+        "SELECT %s, n %% 3, now(), 1, 'code' FROM generate_series(1, 300000) AS n RETURNING 1",
+        other,
+    )
+    with psycopg.connect(here.address, autocommit=True) as session:
+        session.execute("VACUUM ANALYZE flotilla.runs")
+    for name in ("alone", "other"):
+        async with here.database.connection() as connection:
+            explain = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + NAMESPACE.sql(overlap.ACTIVE)
+            values = {"actions": [here.catalogue.id_of(name)]}
+            ((plan,),) = await (await connection.execute(explain, values)).fetchall()
+        top = plan[0]["Plan"]
+        assert top["Shared Hit Blocks"] + top["Shared Read Blocks"] < 50, plan
+
+
+async def test_a_run_that_waits_for_its_time_is_active(here: Table) -> None:
+    await here.trigger(Order("alone", run_at=datetime.now(UTC) + timedelta(days=1)))
+    with pytest.raises(AlreadyActive):
+        await here.trigger(Order("alone"))
