@@ -425,6 +425,35 @@ async def test_events_of_runs_from_before_states_were_events_keep_their_order(
         assert told_of(await told(here, 5))[3:] == [(4, "running"), (5, "said")]
 
 
+async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
+    here: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub, database = here.running.context.stream.hub, here.running.context.database
+    pids: list[int] = []
+
+    async def reads() -> bool:
+        active = await here.sql("SELECT pid FROM pg_stat_activity WHERE query LIKE '%pg_sleep(1)' AND state = 'active'")
+        return active == [(pid,) for pid in pids] != []
+
+    async def page(_: int) -> list[Written]:
+        async with database.autocommit() as connection:
+            pids.append(connection.info.backend_pid)
+            await connection.execute("SELECT pg_sleep(1)")
+        return []
+
+    reading = asyncio.ensure_future(hub._patiently(page)(0))
+    await soon(reads)
+    # As the framework does it to a stream whose client left: again each time the event loop goes round.
+    while not reading.done():
+        reading.cancel()
+        await asyncio.sleep(0)
+    assert reading.cancelled()
+    # What was under way ends by itself, and the next one reads after it.
+    assert await asyncio.wait_for(hub._patiently(page)(0), 20) == []
+    assert pids[0] in {pid for (pid,) in await here.sql("SELECT pid FROM pg_stat_activity")}
+    assert [record for record in caplog.records if record.name.startswith("psycopg")] == []
+
+
 # A run that waits, one that runs, one that succeeded, one that was cancelled before it began, one that waits again.
 BEFORE = """
 SET search_path TO flotilla;

@@ -99,7 +99,9 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._id = sensible_id(Headers(scope=scope).get("x-request-id"))
+        headers = Headers(scope=scope)
+        self._id = sensible_id(headers.get("x-request-id"))
+        self._has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
         self._over_limit = server.is_over_limit(scope)
         self._received = 0
         self._body_read = False
@@ -196,7 +198,7 @@ class Exchange:
             self._received += len(message.get("body", b""))
             self._check_length(self._received)
             self._body_read = not message.get("more_body", False)
-        elif not self._left:
+        elif self._has_body and not self._left:
             self._left = True
             self._context.abandoned += 1
             log.info(

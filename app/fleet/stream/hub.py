@@ -24,9 +24,9 @@ that loses it goes on elsewhere, from the number it has.
 import asyncio
 import contextvars
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psycopg
 
@@ -156,6 +156,7 @@ class Hub(Service):
         self._kept_together = 0
         # A connection each, whatever the number of followers.
         self._reading, self._paging = asyncio.Semaphore(1), asyncio.Semaphore(1)
+        self._pages: set[asyncio.Task[Any]] = set()
         self._beginning = Joint(self._begin_runs, AT_ONCE)
         self._beginning_feed = Joint(self._begin_feed, 1)
         self._naming = Joint(self._read_names, 1)
@@ -237,13 +238,33 @@ class Hub(Service):
         if not self._relay.wanted:
             self._relay.tell_of_followers()
 
-    def _patiently(self, page: Callable[[int], Awaitable[Sequence[Item]]]) -> Page[Item]:
+    async def _undisturbed(
+        self, page: Callable[[int], Coroutine[Any, Any, Sequence[Item]]], after: int
+    ) -> Sequence[Item]:
+        """Read a page in a task of its own, which goes on if the follower leaves.
+
+        The framework cancels a stream whose client left, again and again until it has ended. psycopg would lose the
+        connection by that: it needs a moment to cancel a statement.
+        """
+        await self._paging.acquire()
+        reading = asyncio.create_task(page(after), name="hub-page")
+        self._pages.add(reading)
+        reading.add_done_callback(self._page_was_read)
+        return await asyncio.shield(reading)
+
+    def _page_was_read(self, reading: "asyncio.Task[Any]") -> None:
+        self._pages.discard(reading)
+        self._paging.release()
+        if not reading.cancelled():
+            # Taken note of, in case its follower has left.
+            reading.exception()
+
+    def _patiently(self, page: Callable[[int], Coroutine[Any, Any, Sequence[Item]]]) -> Page[Item]:
         """Have a follower that reads from the database wait while it is away, and not fail."""
 
         async def read(after: int) -> Sequence[Item] | None:
             try:
-                async with self._paging:
-                    return await page(after)
+                return await self._undisturbed(page, after)
             except (psycopg.Error, DatabaseError) as error:
                 log.debug("hub.failed", reason=" ".join(str(error).split()))
                 await asyncio.sleep(RETRY)
@@ -373,7 +394,7 @@ class Hub(Service):
         ]
 
     async def _stop(self) -> None:
-        for task in self._tasks:
+        for task in (*self._tasks, *self._pages):
             await let_go(task)
         for joint in (self._beginning, self._beginning_feed, self._naming):
             await joint.stop()
