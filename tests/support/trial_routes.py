@@ -9,14 +9,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Body, HTTPException
+from fastapi import APIRouter, Body, HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
 from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel
 from sqlalchemy import text
 
 from app import routes
-from app.fleet import breaker, limit, once
+from app.fleet import InSession, breaker, limit, once
 from app.fleet.cli import main
 from app.fleet.http import edge
 from app.fleet.http.context import InContext
@@ -119,6 +119,15 @@ async def fail() -> None:
 async def database(context: InContext) -> int:
     async with context.database.session() as session:
         return int((await session.execute(text("SELECT 42"))).scalar_one())
+
+
+@router.post("/holds-a-session")
+async def hold_a_session(request: Request, session: InSession) -> None:
+    """Say which backend serves this request's transaction, and use it again when that backend has ended."""
+    pid = (await session.execute(text("SELECT pg_backend_pid()"))).scalar_one()
+    request.app.state.held.put_nowait(pid)
+    # Until the test ends the backend, or leaves.
+    await session.execute(text("SELECT pg_sleep(60)"))
 
 
 @router.get("/tidy")

@@ -10,17 +10,29 @@ it is asked four times a second; after that the pool grows at once.
     failover to another host of the address        the same; new connections find the primary
     a primary demoted under us (25006 on writes)   the same: reads would still work and hide it
     half-open connections                          the link gives up first and tells; TCP timers end the rest
-    nobody gives a connection back                 `PoolTimeout` after `POOL_TIMEOUT`; no suspicion: it is only busy
+    every connection is out                        `PoolTimeout` after `POOL_TIMEOUT`; no suspicion: it is only busy
     the database stays away                        a request fails within a second with `DatabaseAway`, not later
+
+What was borrowed comes back. `_borrow` is the only way out and `give_back` the only way in. A connection is entered in
+`_out` before anything can be cancelled, and it returns in a task of its own, which no cancellation of its borrower
+reaches. SQLAlchemy returns a connection by closing it, so `close` of a connection that is out gives it back, whether it
+is open or broken; psycopg's own `close` does nothing for one that is broken.
+
+    how a block ends                               what happens to its connection
+    normally, or with an error                     COMMIT or ROLLBACK, then it is idle again
+    cancelled, also in COMMIT, or twice            rolled back; closed and replaced if that takes `RETURN_PATIENCE`
+    its backend ended, wherever the block was      replaced
+    its lane had an error                          closed and replaced
 
 What it does not promise: that a statement in flight when the connection broke did or did not happen. It is never
 repeated here.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from uuid import uuid4
 
 import psycopg
@@ -41,14 +53,33 @@ from app.fleet.telemetry.redaction import redact
 
 Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
 
-IDLE = psycopg.pq.TransactionStatus.IDLE
+UNFINISHED = (psycopg.pq.TransactionStatus.INTRANS, psycopg.pq.TransactionStatus.INERROR)
 ENOUGH_TO_KEEP = 6
 PROBE_EVERY = 0.25
 AWAY_PATIENCE = 1.0
+# How long the ROLLBACK of a returned connection may take before the connection is closed instead.
+RETURN_PATIENCE = 2.0
 # Beyond the SQLSTATE classes 08 (connection) and 57P (shutdown): read-only means a demoted primary.
 READ_ONLY = "25006"
 
 log = events(__name__)
+
+
+class PooledConnection(psycopg.AsyncConnection[TupleRow]):
+    """A connection of the pool. While it is out, closing it gives it back."""
+
+    borrowed_from: "Database | None" = None
+
+    async def close(self) -> None:
+        if self.borrowed_from is not None:
+            await self.borrowed_from.give_back(self)
+        else:
+            await super().close()
+
+    def add_notice_handler(self, callback: Callable[[psycopg.errors.Diagnostic], None]) -> None:
+        """Add a handler, once: SQLAlchemy adds the same one at every checkout."""
+        if callback not in self._notice_handlers:
+            super().add_notice_handler(callback)
 
 
 class DatabaseAway(DatabaseUnreachable):
@@ -83,7 +114,6 @@ async def make_durable(connection: Connection) -> None:
 # And the fourth: while a table is empty, comparing each row of a batch with each row found looks as good as anything,
 # and a thousand with a thousand is a million. A statement that must go from row to row says LATERAL, and still does.
 SURELY = b"SET enable_seqscan = off; SET jit = off; SET plan_cache_mode = force_generic_plan; SET enable_nestloop = off"
-AS_USUAL = b"RESET enable_seqscan; RESET jit; RESET plan_cache_mode; RESET enable_nestloop"
 # After how many uses the driver prepares a statement.
 PREPARED_AFTER = 5
 
@@ -91,62 +121,56 @@ PREPARED_AFTER = 5
 class Lane:
     """One of the pool's connections, kept, for work that must not wait behind the service's own requests.
 
-    It is in autocommit mode, and one task at a time uses it. What broke is given back, and replaced at the next use.
-    A pool of fewer than `ENOUGH_TO_KEEP` has none to spare: there, a lane borrows each time, like everyone.
+    It is in autocommit mode, and one task at a time uses it. After an error, or when the pool has lost the database
+    meanwhile, it is closed and replaced at the next use. A pool of fewer than `ENOUGH_TO_KEEP` has none to spare:
+    there, a lane borrows each time, like everyone.
     """
 
     def __init__(self, database: "Database") -> None:
         self._database = database
         self._turn = asyncio.Lock()
-        self._kept: Connection | None = None
+        self._kept: PooledConnection | None = None
         self._outage = 0
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         async with self._turn:
+            if not self._database.keeps_lanes:
+                async with self._database.autocommit() as connection:
+                    yield connection
+                return
             try:
                 yield await self._ready()
             except BaseException as error:
                 self._database.notice(error)
                 # Whatever state it is in, another one is cheaper than finding out.
-                await self._give_back(close=True)
+                await self._discard()
                 raise
-            if not self._database.keeps_lanes:
-                await self._give_back(close=False)
 
     async def close(self) -> None:
         async with self._turn:
-            await self._give_back(close=False)
+            await self._discard()
 
     async def _ready(self) -> Connection:
         if self._kept is not None and (self._kept.closed or self._outage != self._database.outages):
-            await self._give_back(close=True)
+            await self._discard()
         if self._kept is None:
             self._outage = self._database.outages
-            self._kept = await self._database.lend()
+            self._kept = await self._database.keep()
             await self._kept.set_autocommit(True)
-            await self._plan(self._kept, SURELY, 0)
+            # Through a pooler, nothing can be said to a session; there, statements are planned anew each time.
+            if not self._database.pooled:
+                # Several in one text, which cannot be prepared.
+                await self._kept.execute(SURELY, prepare=False)
+                self._kept.prepare_threshold = 0
         return self._kept
 
-    async def _plan(self, connection: Connection, how: bytes, prepared_after: int) -> None:
-        """Through a pooler, nothing can be said to a session; there, statements are planned anew each time."""
-        if self._database.keeps_lanes and not self._database.pooled:
-            # Several in one text, which cannot be prepared.
-            await connection.execute(how, prepare=False)
-            connection.prepare_threshold = prepared_after
-
-    async def _give_back(self, *, close: bool) -> None:
+    async def _discard(self) -> None:
+        """Make room for another: what was set for this lane must not be found by the next borrower."""
         connection, self._kept = self._kept, None
-        if connection is None:
-            return
-        if not close:
-            try:
-                await self._plan(connection, AS_USUAL, PREPARED_AFTER)
-                await connection.set_autocommit(False)
-            except psycopg.Error:
-                # It broke while nobody looked; what is left is to make room for another.
-                close = True
-        await self._database.take_back(connection, close=close)
+        if connection is not None:
+            connection.pgconn.finish()
+            await self._database.give_back(connection)
 
 
 class Database(Service):
@@ -165,8 +189,12 @@ class Database(Service):
         self._suspected = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self.outages = 0
-        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+        # Every connection that is out, and since when; of a lane's, which is out for as long as it lives, None.
+        self._out: dict[PooledConnection, float | None] = {}
+        self._returning: set[asyncio.Task[None]] = set()
+        self._pool: AsyncConnectionPool[PooledConnection] = AsyncConnectionPool(
             self._conninfo,
+            connection_class=PooledConnection,
             kwargs={"prepare_threshold": None if addresses.pooled else PREPARED_AFTER},
             min_size=settings.pool_min,
             max_size=settings.pool_max,
@@ -179,7 +207,6 @@ class Database(Service):
             configure=None if addresses.pooled else make_durable,
             # Give up quickly: the supervisor knows better than a backoff when to try again.
             reconnect_timeout=0.2,
-            close_returns=True,
         )
         self.engine = self._borrowing_engine()
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
@@ -195,28 +222,22 @@ class Database(Service):
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """Borrow a connection: committed at the end, rolled back on an error."""
-        await self._until_healthy()
+        connection = await self._borrow()
         try:
-            async with self._pool.connection() as connection:
+            async with connection:
                 yield connection
         except psycopg.Error as error:
             self.notice(error)
             raise
+        finally:
+            await self.give_back(connection)
 
     @asynccontextmanager
     async def autocommit(self) -> AsyncIterator[Connection]:
         """Borrow a connection on which every statement is a transaction of its own."""
         async with self.connection() as connection:
-            try:
-                # Inside, because it may be cancelled here, after the mode has changed: psycopg lets the event loop run
-                # once even when there is nothing to wait for. The next borrower would have no transaction then.
-                await connection.set_autocommit(True)
-                yield connection
-            finally:
-                if connection.info.transaction_status is IDLE:
-                    await connection.set_autocommit(False)
-                else:
-                    connection.pgconn.finish()
+            await connection.set_autocommit(True)
+            yield connection
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
@@ -233,19 +254,30 @@ class Database(Service):
         """Make a lane: a connection of the pool that its user keeps."""
         return Lane(self)
 
-    async def lend(self) -> Connection:
-        await self._until_healthy()
-        try:
-            return await self._pool.getconn()
-        except psycopg.Error as error:
-            self.notice(error)
-            raise
+    async def keep(self) -> PooledConnection:
+        """Borrow a connection for a lane, which gives it back itself."""
+        connection = await self._borrow()
+        self._out[connection] = None
+        return connection
 
-    async def take_back(self, connection: Connection, *, close: bool) -> None:
-        if close:
-            # `close` would return it to the pool, open (`close_returns`); what is broken must not come back.
-            connection.pgconn.finish()
-        await self._pool.putconn(connection)
+    async def give_back(self, connection: PooledConnection) -> None:
+        """Return a connection to the pool, in whatever state it is. Again does nothing; a cancellation changes nothing.
+
+        Who is cancelled here stops waiting; the task goes on.
+        """
+        if connection not in self._out:
+            return
+        del self._out[connection]
+        connection.borrowed_from = None
+        returning = asyncio.create_task(self._return(connection), name="pool-return")
+        self._returning.add(returning)
+        returning.add_done_callback(self._returning.discard)
+        await asyncio.shield(returning)
+
+    @property
+    def connections_out(self) -> int:
+        """How many connections are borrowed right now, or on their way back; lanes keep theirs."""
+        return len(self._out) + len(self._returning)
 
     async def ping(self) -> None:
         """Raise unless the database answers through the pool. A pool that is merely busy counts as an answer."""
@@ -279,6 +311,7 @@ class Database(Service):
     async def _stop(self) -> None:
         await let_go(self._supervisor)
         await self.engine.dispose()
+        await asyncio.gather(*self._returning, return_exceptions=True)
         await self._pool.close(timeout=2)
 
     async def _until_healthy(self) -> None:
@@ -331,18 +364,33 @@ class Database(Service):
             client_connection_check_interval=1000,
         )
 
-    def _borrowing_engine(self) -> AsyncEngine:
-        async def borrow() -> Any:
-            await self._until_healthy()
-            try:
-                return await self._pool.getconn()
-            except psycopg.Error as error:
-                self.notice(error)
-                raise
+    async def _borrow(self) -> PooledConnection:
+        await self._until_healthy()
+        try:
+            connection = await self._pool.getconn()
+        except psycopg.Error as error:
+            self.notice(error)
+            raise
+        # Nothing is awaited between these lines: whatever has left the pool is known, and by whom it is closed.
+        connection.borrowed_from = self
+        self._out[connection] = time.monotonic()
+        return connection
 
+    async def _return(self, connection: PooledConnection) -> None:
+        try:
+            async with asyncio.timeout(RETURN_PATIENCE):
+                if connection.info.transaction_status in UNFINISHED:
+                    await connection.rollback()
+                await connection.set_autocommit(False)
+        except (psycopg.Error, TimeoutError):
+            connection.pgconn.finish()
+        # What is closed, or in the middle of a statement, is replaced by the pool.
+        await self._pool.putconn(connection)
+
+    def _borrowing_engine(self) -> AsyncEngine:
         engine = create_async_engine(
             "postgresql+psycopg://",
-            async_creator=borrow,
+            async_creator=self._borrow,
             poolclass=NullPool,
             # Asked for anew at every checkout otherwise.
             use_native_hstore=False,
