@@ -1,0 +1,258 @@
+"""Many clients that follow at once cost the database, the pool and the event loop what a few do."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+
+from app.fleet.engine.trigger import Order
+from app.fleet.errors import RunUnknown
+from app.fleet.http import events as http_events
+from app.fleet.stream import channel, feed
+from app.fleet.stream.channel import Turns
+from app.fleet.stream.hub import Joint
+from tests.integration.test_feed import collect as collect_feed
+from tests.integration.test_run_streams import collect
+from tests.support.runs import Desk, desk, soon
+from tests.support.streams import messages
+
+pytestmark = pytest.mark.anyio
+MANY = 1500
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[Desk]:
+    async with desk(address) as own:
+        yield own
+
+
+@contextmanager
+def counted(owner: object, name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """Keep what a method of this object is called with."""
+    genuine, calls = getattr(owner, name), list[tuple[Any, ...]]()
+
+    async def call(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        return await genuine(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield calls
+
+
+@contextmanager
+def most_borrowed(here: Desk) -> Iterator[list[int]]:
+    """Keep how many connections the hub has at once."""
+    hub = here.running.context.stream.hub
+    genuine, now, most = hub._database.autocommit, 0, [0]
+
+    @asynccontextmanager
+    async def borrow() -> AsyncIterator[Any]:
+        nonlocal now
+        now += 1
+        most[0] = max(most[0], now)
+        try:
+            async with genuine() as connection:
+                yield connection
+        finally:
+            now -= 1
+
+    class Counting:
+        namespace = hub._database.namespace
+        autocommit = staticmethod(borrow)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub, "_database", Counting())
+        yield most
+
+
+async def test_very_many_clients_open_the_feed_at_once_and_neither_they_nor_writers_are_refused(address: str) -> None:
+    async with desk(address, stream_age=1.0) as here:
+        client, hub = here.running.client, here.running.context.stream.hub
+        before = (await here.run("echo")).id
+        with most_borrowed(here) as most, counted(hub._beginning_feed, "_read") as reads:
+            streams = [asyncio.create_task(client.get("/events?action=echo")) for _ in range(MANY)]
+            writers = [asyncio.create_task(client.post("/actions/echo/runs", json={})) for _ in range(150)]
+            assert {answer.status_code for answer in await asyncio.gather(*writers)} == {202}
+            answers = await asyncio.gather(*streams)
+        assert {answer.status_code for answer in answers} == {200}
+        assert most[0] <= 2
+        assert len(reads) < MANY / 10
+        # And each is told everything that happened since it came.
+        for answer in answers[:: MANY // 10]:
+            seen = [message for message in messages(answer.text.splitlines()) if message.event == "state"]
+            numbers = [int(message.id or 0) for message in seen]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+            assert before not in {message.data["run"] for message in seen}
+
+
+async def test_clients_that_open_runs_at_once_share_statements(here: Desk) -> None:
+    hub = here.running.context.stream.hub
+    run_ids = await here.trigger_all([Order("noop")] * 60)
+    for run_id in run_ids:
+        await here.ended(run_id)
+    with most_borrowed(here) as most, counted(hub._beginning, "_read") as reads:
+        followers = [asyncio.create_task(collect(here, run_ids[place % 60])) for place in range(600)]
+        stories = await asyncio.gather(*followers)
+    assert {len(story) for story in stories} == {3}
+    assert len(reads) == 2, "fifty runs in each"
+    assert most[0] <= 2
+    assert hub.followed == 0
+    assert hub._kept_together == 0
+
+
+async def test_clients_of_one_run_that_begin_at_different_events_share_a_read(here: Desk) -> None:
+    hub = here.running.context.stream.hub
+    run = await here.run("speak")
+    with counted(hub._beginning, "_read") as reads:
+        stories = await asyncio.gather(*(collect(here, run.id, after) for after in (4, 0, 6, 2)))
+    assert [[event.seq for event in story] for story in stories] == [[5, 6], [1, 2, 3, 4, 5, 6], [], [3, 4, 5, 6]]
+    assert len(reads) == 1
+
+
+async def test_a_client_that_leaves_before_its_stream_begins_takes_nobody_with_it(here: Desk) -> None:
+    hub = here.running.context.stream.hub
+    run = await here.run("noop")
+    first, second = (asyncio.create_task(collect(here, run.id)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert len(await second) == 3
+    assert first.cancelled()
+    with pytest.raises(RunUnknown):
+        await collect(here, 987654)
+    assert hub.followed == 0
+
+
+async def test_a_read_that_fails_is_the_answer_to_all_who_share_it_and_the_next_one_is_another() -> None:
+    asked: list[list[int]] = []
+
+    async def read(these: Any) -> dict[int, str]:
+        asked.append(list(these))
+        await asyncio.sleep(0)
+        if len(asked) == 1:
+            raise psycopg.OperationalError("the connection broke")
+        return {each: f"answer to {each}" for each in these if each != 3}
+
+    joint = Joint(read, 2)
+    answers = await asyncio.gather(*(joint.ask(each) for each in (1, 1, 2, 3)), return_exceptions=True)
+    assert [type(answer) for answer in answers[:3]] == [psycopg.OperationalError] * 3
+    assert answers[3] is None
+    assert asked == [[1, 2], [3]]
+    assert await joint.ask(1) == "answer to 1"
+    assert joint._task is None
+    await joint.stop()
+
+
+async def test_the_same_number_given_twice_is_tried_again_and_not_answered_with_an_error(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(address, stream_age=0.2) as here:
+        genuine, failed = feed.Numbers.give, list[bool]()
+
+        async def give(*given: Any) -> feed.Given:
+            if not failed:
+                failed.append(True)
+                raise psycopg.errors.UniqueViolation("feed_first")
+            return await genuine(*given)
+
+        monkeypatch.setattr(feed.Numbers, "give", give)
+        assert (await here.running.client.get("/events")).status_code == 200
+        assert failed
+
+
+async def test_while_another_session_gives_numbers_runs_are_followed_and_the_feed_waits(here: Desk) -> None:
+    """A reader that froze while it holds the lock, until the server ends its session."""
+    hub, database = here.running.context.stream.hub, here.running.context.database
+    await here.run("noop")
+    async with hub.follow_feed(0) as follower:
+        assert len(await collect_feed(follower, 0, 3)) == 3
+        async with database.connection() as frozen:
+            await frozen.execute(database.namespace.sql(feed.TURN))
+            run = await here.run("noop")
+            assert len(await collect(here, run.id)) == 3
+            opening = asyncio.create_task(here.running.client.get("/events", headers={"Last-Event-ID": "999"}))
+            assert follower.seq == 3
+            assert await here.sql("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted") == []
+        assert len(await collect_feed(follower, 3, 3)) == 3
+        assert (await opening).status_code == 400
+
+
+async def test_an_event_is_encoded_once_for_all_clients(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, context = here.running.context.stream.hub, here.running.context
+    encoded: list[int] = []
+    genuine = feed.Change.as_json
+
+    def as_json(change: feed.Change, names: Mapping[int, str]) -> str:
+        encoded.append(change.number)
+        return genuine(change, names)
+
+    monkeypatch.setattr(feed.Change, "as_json", as_json)
+
+    async def read(wanted: http_events.Wanted) -> bytes:
+        said = b""
+        async with hub.follow_feed(0) as follower:
+            async for piece in http_events.told_of_all(follower, wanted, http_events.Age(context)):
+                said += piece
+                if follower.seq >= 6:
+                    return said
+        raise AssertionError
+
+    echo = here.engine.catalogue.id_of("echo")
+    readers = [asyncio.create_task(read(http_events.Wanted(set(), set(), hub))) for _ in range(20)]
+    readers += [asyncio.create_task(read(http_events.Wanted({echo}, set(), hub))) for _ in range(20)]
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", hub._feed is not None and hub._feed.followers == 40))
+    await here.run("noop")
+    await here.run("echo")
+    everything = await asyncio.gather(*readers)
+    assert len(set(everything[:20])) == 1
+    assert len(set(everything[20:])) == 1
+    assert [message.id for message in messages(everything[0].decode().splitlines())] == [str(n) for n in range(1, 7)]
+    assert [message.id for message in messages(everything[20].decode().splitlines())] == ["4", "5", "6"]
+    assert encoded == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_few_clients_are_served_in_each_turn_of_the_event_loop_in_their_order() -> None:
+    turns, served = Turns(), list[int]()
+
+    async def client(number: int) -> None:
+        for _ in range(3):
+            await turns.turn()
+            served.append(number)
+
+    clients = [asyncio.create_task(client(number)) for number in range(100)]
+    most = before = 0
+    while not all(each.done() for each in clients):
+        await asyncio.sleep(0)
+        most, before = max(most, len(served) - before), len(served)
+    assert most == channel.PER_TURN
+    assert served == list(range(100)) * 3
+
+
+async def test_what_all_followed_runs_keep_in_memory_is_bounded_and_nobody_misses_anything(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 300_000
+    monkeypatch.setattr("app.fleet.stream.hub.KEPT_TOGETHER", most)
+    hub = here.running.context.stream.hub
+    run_ids = [await here.trigger("chatter", {"count": 40, "pause": 0.0, "padding": 2000}) for _ in range(6)]
+
+    together = asyncio.Barrier(len(run_ids))
+
+    async def watched(run_id: int) -> int:
+        seen = 0
+        async with hub.follow(run_id) as follower:
+            while not follower.ended:
+                seen += len(await follower.more(1))
+                assert sum(each.weight for each in hub._kept) == hub._kept_together <= most
+            again = await collect(here, run_id)
+            assert [event.seq for event in again] == list(range(1, seen + 1))
+            # All stay until the last one is here, with what their channels keep.
+            await together.wait()
+        return seen
+
+    assert await asyncio.gather(*(watched(run_id) for run_id in run_ids)) == [43] * 6
+    assert hub._kept == {}
+    assert hub._kept_together == 0
