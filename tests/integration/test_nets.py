@@ -157,12 +157,34 @@ async def test_events_whose_answer_was_lost_are_there_once(here: Desk, monkeypat
     assert not here.engine.executor.ledger.fenced
 
 
-async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: Desk) -> None:
+async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: Desk, address: str) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     attempt = await here.attempt(run_id)
-    await here.sql("UPDATE runs SET token = token + 1, instance_id = 0 WHERE id = %s RETURNING 1", run_id)
+    async with desk(address, actions=("tests.support.trial_schedules",)) as other:
+        # The new owner lives, so nobody takes the run back.
+        owner = other.running.context.member.identity
+        assert owner is not None
+        taken = "UPDATE runs SET token = token + 1, instance_id = %s WHERE id = %s RETURNING 1"
+        await here.sql(taken, owner.id, run_id)
+        await ended_fenced(attempt)
+
+
+async def test_a_run_that_was_taken_and_claimed_again_by_the_same_instance_has_its_former_attempt_stopped(
+    here: Desk,
+) -> None:
+    run_id = await here.trigger("nap", {"seconds": 60})
+    former = await here.attempt(run_id)
+    # The claim must notice it alone: the lookout does not compare.
+    with here.unwatched():
+        await here.sql("UPDATE runs SET state = 'pending' WHERE id = %s RETURNING 1", run_id)
+        here.engine.lookout.look_now()
+        await ended_fenced(former)
+    assert (await here.attempt(run_id)).token == former.token + 1
+
+
+async def ended_fenced(attempt: Run[Any]) -> None:
     assert attempt.task is not None
-    await asyncio.wait_for(asyncio.wait([attempt.task]), 10)
+    await asyncio.wait_for(asyncio.wait([attempt.task]), 60)
     assert attempt.ending == "fenced"
 
 

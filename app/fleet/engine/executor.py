@@ -268,7 +268,9 @@ class Executor(Service):
             self.ledger.cancelled(run, "cancelled on request, while it waited")
             return
         if former := self._running.get(run.id):
-            self._abandon(former, recorded=False)
+            # The run was taken from us and claimed by us again: the former attempt must end, whoever noticed first.
+            self._end(former, "fenced")
+            self._abandon(former)
         self._running[run.id] = run
         run.deadline = self._loop.time() + action.timeout
         run.task = self._loop.create_task(self._attempt(run, action))
@@ -392,7 +394,7 @@ class Executor(Service):
         if run.task is not None:
             run.task.cancel()
 
-    def _abandon(self, run: Run[Any], *, recorded: bool = True) -> None:
+    def _abandon(self, run: Run[Any]) -> None:
         """Write an attempt off that does not end: record its end without it, and give its slot to another."""
         if not self._leave(run):
             return
@@ -401,7 +403,7 @@ class Executor(Service):
         if run.task is not None:
             disown(run.task)
         action = self._catalogue[run.action]
-        if run.ending == "fenced" or not recorded:
+        if run.ending == "fenced":
             self._settle(run)
         elif run.ending == "paused":
             self.ledger.paused(run)
