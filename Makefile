@@ -27,9 +27,10 @@ up: setup  ## Start three instances on ports 8000-8002, on the embedded PostgreS
 down: setup  ## Ask them to leave, and stop the embedded PostgreSQL
 	$(BIN)/flotilla down
 
-# In the order of the files, so that the long ones with real instances come first, and none is begun when all else is done.
+# More workers than cores, because most of the time tests wait: for timers, for leases, for processes to start. In the
+# order in which tests are collected, so that no long one begins when all else is done.
 test: setup tools  ## Run every test
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 8 --dist loadgroup --no-loadscope-reorder
 
 check: setup  ## Format, lint, types, import contract, documentation, model-migration drift
 	$(BIN)/ruff format --check .

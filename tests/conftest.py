@@ -1,15 +1,64 @@
-"""Fixtures everyone uses: one PostgreSQL 18 for the whole run, a database of its own for each test, and a fleet."""
+"""Fixtures everyone uses: one PostgreSQL 18 for each worker, a database of its own for each test, and a fleet.
 
+A run of pytest has a folder of its own for everything that it writes, so that several runs at once do not meet, and
+nothing of it is left when it has ended, however it ended (`tests/support/reaper.py`). If a test has failed, the folder
+stays.
+"""
+
+import contextlib
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.support import fleet as fleets
 from tests.support.fleet import Fleet
-from tests.support.postgres import Postgres, server
+from tests.support.postgres import PREPARED, Postgres, server
+from tests.support.reaper import Reaper
 from tests.support.slipway import Slipway
+
+FOLDER = pytest.StashKey[Path]()
+REAPER = pytest.StashKey[Reaper]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run its folder, and each of its processes a reaper."""
+    if hasattr(config, "workerinput"):
+        reaper = Reaper()
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="flotilla-tests-"))
+        # PostgreSQL, which does not run as root, must come through.
+        folder.chmod(0o711)
+        os.environ["TMPDIR"] = os.environ[PREPARED] = tempfile.tempdir = str(folder)
+        config.option.basetemp = config.option.basetemp or folder / "tmp"
+        config.stash[FOLDER] = folder
+        reaper = Reaper(folder)
+    config.stash[REAPER] = reaper
+    config.add_cleanup(reaper.close)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long begins first. Tests that share what their module has made stay together, on one worker."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+        if any(each[-1].scope == "module" and each[-1].argname != "anyio_backend" for each in fixtures):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}.{item.path.stem}"))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.TESTS_FAILED and FOLDER in session.config.stash:
+        session.config.stash[REAPER].keep_folder()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    if exitstatus == pytest.ExitCode.TESTS_FAILED:
+        terminalreporter.write_line(f"What the failed tests have written is in {config.stash[FOLDER]}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -49,10 +98,16 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def postgres(request: pytest.FixtureRequest) -> Iterator[Postgres]:
-    """A server that stays up for the whole run: 18, or the version a module asks for. Who stops one takes its own."""
-    with server(getattr(request, "param", 18)) as running:
-        yield running
+def servers() -> Iterator[Callable[[int], Postgres]]:
+    """Servers that stay up for the whole run, one of each version that is asked for."""
+    with contextlib.ExitStack() as stack:
+        yield cache(lambda version: stack.enter_context(server(version)))
+
+
+@pytest.fixture(scope="session")
+def postgres(request: pytest.FixtureRequest, servers: Callable[[int], Postgres]) -> Postgres:
+    """A server that others use too: 18, or the version a module asks for. A test that stops one takes its own."""
+    return servers(getattr(request, "param", 18))
 
 
 @pytest.fixture

@@ -210,9 +210,7 @@ def test_pgbouncer_in_transaction_mode_as_the_direct_address(postgres: Postgres)
 
 
 def test_a_read_only_database(own_postgres: Postgres) -> None:
-    with own_postgres.session() as session:
-        session.execute("ALTER SYSTEM SET default_transaction_read_only = on")
-        session.execute("SELECT pg_reload_conf()")
+    own_postgres.set("default_transaction_read_only", "on")
     refused_start(own_postgres.address_of(), "is read-only")
 
 

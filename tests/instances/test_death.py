@@ -183,9 +183,7 @@ def test_a_demoted_primary_is_left_by_link_and_pool(own_postgres: Postgres, tmp_
         with Fleet(both, tmp_path) as fleet:
             (ship,) = fleet.start()
             before = ship.me()["id"]
-            with own_postgres.session() as session:
-                session.execute("ALTER SYSTEM SET default_transaction_read_only = on")
-                session.execute("SELECT pg_reload_conf()")
+            own_postgres.set("default_transaction_read_only", "on")
             standby.promote()
             eventually(lambda: ship.lines("link.up"))
             ship.wait_ready()

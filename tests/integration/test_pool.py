@@ -120,10 +120,7 @@ async def test_a_primary_demoted_under_us_is_left_at_the_first_refused_write(
     both = f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{postgres.port} user=postgres dbname=postgres"
     async with pool(both) as database:
         await ask(database)
-        with own_postgres.session() as session:
-            session.execute("ALTER SYSTEM SET default_transaction_read_only = on")
-            session.execute("SELECT pg_reload_conf()")
-        await asyncio.sleep(0.2)
+        own_postgres.set("default_transaction_read_only", "on")
         await ask(database)
         with pytest.raises(DBAPIError) as refused:
             async with database.session() as session_:

@@ -81,9 +81,7 @@ def test_a_standby_is_refused(own_postgres: Postgres) -> None:
 
 
 def test_a_server_that_was_set_read_only_is_refused(own_postgres: Postgres) -> None:
-    with own_postgres.session() as session:
-        session.execute("ALTER SYSTEM SET default_transaction_read_only = on")
-        session.execute("SELECT pg_reload_conf()")
+    own_postgres.set("default_transaction_read_only", "on")
     with pytest.raises(DatabaseReadOnly):
         check(own_postgres.address_of())
 

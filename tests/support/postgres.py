@@ -1,8 +1,10 @@
 """Real PostgreSQL servers for tests: on TCP, with databases made per test, and with everything that can go wrong."""
 
+import os
 import secrets
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from typing import TypeVar
 import psycopg
 from psycopg.rows import TupleRow
 
-from app.fleet.db.embedded import Server
+from app.fleet.db.embedded import Server, exclusively
 from app.fleet.db.migrations import migrate
 from app.fleet.db.namespace import Namespace
 
@@ -29,6 +31,10 @@ log_lock_waits = on
 wal_level = replica
 hot_standby = on
 """
+# Where the servers of a test run find each version of PostgreSQL prepared: a folder that all of its processes share.
+PREPARED = "TEST_SERVERS"
+# The database of a prepared server whose namespace has its tables already.
+MIGRATED = "migrated"
 
 
 # Below the ports that the system gives to outgoing connections: one of those may take a port between the look and its
@@ -37,13 +43,21 @@ PORTS = range(10_000, 32_000)
 
 
 def free_port(in_a_row: int = 1) -> int:
-    """The first of so many ports that nobody uses; at random, because tests look for them at the same time."""
+    """The first of so many ports that are free, and that no other test process is given as long as this one lives."""
     while True:
         first = PORTS.start + secrets.randbelow(len(PORTS) - in_a_row)
+        # A name that one process at a time can have, and that its end sets free.
+        names = [socket.socket(socket.AF_UNIX) for _ in range(in_a_row)]
         with ExitStack() as stack, suppress(OSError):
-            for port in range(first, first + in_a_row):
+            for port, name in enumerate(names, first):
+                name.bind(f"\0flotilla-test-port-{port}")
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            for name in names:
+                # Open until this process ends.
+                name.detach()
             return first
+        for name in names:
+            name.close()
 
 
 def eventually(condition: Callable[[], Answer | None], *, within: float = 20.0, every: float = 0.02) -> Answer:
@@ -66,7 +80,13 @@ class Postgres(Server):
         self._migrated: str | None = None
 
     def up(self, configuration: str = "") -> None:
-        self.create(CONFIGURATION + configuration)
+        if prepared := os.environ.get(PREPARED):
+            self._copy(prepare(Path(prepared), self.version))
+            self._migrated = MIGRATED
+        else:
+            self.create(CONFIGURATION)
+        with (self.data / "postgresql.conf").open("a") as settings:
+            settings.write(configuration)
         self.start(f"-p {self.port}")
 
     def start_again(self) -> None:
@@ -80,9 +100,9 @@ class Postgres(Server):
         with psycopg.connect(self.address_of(database), autocommit=True) as connection:
             yield connection
 
-    def new_database(self, *, like: str = "template1") -> str:
+    def new_database(self, *, like: str = "template1", named: str | None = None) -> str:
         """Make a database nobody else uses, and return its address."""
-        name = f"t_{secrets.token_hex(6)}"
+        name = named or f"t_{secrets.token_hex(6)}"
         with self.session() as session:
             session.execute(f'CREATE DATABASE "{name}" TEMPLATE "{like}"')
         return self.address_of(name)
@@ -112,6 +132,19 @@ class Postgres(Server):
         other.start_again()
         return other
 
+    def set(self, name: str, value: str) -> None:
+        """Change a setting, and wait until every session that asks has it."""
+        with self.session() as session:
+            session.execute(f"ALTER SYSTEM SET {name} = {value}")
+            session.execute("SELECT pg_reload_conf()")
+
+        def is_known() -> bool:
+            # Before the server starts this session, it has read its configuration and notified all other sessions.
+            with self.session() as session:
+                return session.execute(f"SHOW {name}").fetchone() == (value,)
+
+        eventually(is_known)
+
     def promote(self) -> None:
         self.command("pg_ctl", "promote", "-w", "-D", str(self.data))
 
@@ -120,6 +153,26 @@ class Postgres(Server):
             self.stop("immediate")
         shutil.rmtree(self.home, ignore_errors=True)
         shutil.rmtree(self.sockets, ignore_errors=True)
+
+    def _copy(self, prepared: Server) -> None:
+        """Begin with a copy of another server's files, which is quicker than to make them."""
+        self.home.mkdir(parents=True)
+        self.open_ways()
+        subprocess.run(["cp", "-a", "--reflink=auto", str(prepared.data), str(self.data)], check=True)
+
+
+def prepare(folder: Path, version: int) -> Server:
+    """Make a server's files once for all processes of a test run, with a database that is migrated already."""
+    made = Postgres(folder / f"postgresql-{version}", version=version)
+    with exclusively(made.home):
+        done = made.home / "done"
+        if not done.exists():
+            made.create(CONFIGURATION)
+            made.start_again()
+            migrate(made.new_database(named=MIGRATED), Namespace("flotilla"))
+            made.stop()
+            done.touch()
+    return made
 
 
 @contextmanager

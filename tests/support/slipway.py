@@ -103,6 +103,8 @@ class Slipway:
             env=plain_environment(os.environ) | {"PYTHONWARNINGS": "error"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Ctrl-C at a terminal is for the tests, which then end it.
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         assert self._process.stdout.readline(), "the slipway did not start"

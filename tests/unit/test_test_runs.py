@@ -1,0 +1,88 @@
+"""A test run leaves nothing behind, however it ends, and does not meet another one."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.fleet import ROOT
+from tests.support.postgres import eventually, free_port
+
+# Marks its environment, and starts a process that leaves its process group and becomes a child of process 1.
+STARTER = """
+import subprocess, sys, time
+from pathlib import Path
+from tests.support.reaper import Reaper
+reaper = Reaper(Path(sys.argv[1]))
+daemon = "import os; print(os.getpid(), flush=True) if os.fork() == 0 else os._exit(0); import time; time.sleep(600)"
+subprocess.run([sys.executable, "-c", daemon], start_new_session=True)
+if sys.argv[2] == "ends":
+    reaper.close()
+time.sleep(600)
+"""
+
+
+def started(folder: Path, how: str) -> tuple["subprocess.Popen[str]", int]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(folder), how], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def runs(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_what_a_killed_test_process_has_started_is_ended_and_its_folder_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    process, daemon = started(folder, "is killed")
+    assert os.getpgid(daemon) != os.getpgid(process.pid)
+    assert runs(daemon)
+    end(process)
+    eventually(lambda: not runs(daemon))
+    eventually(lambda: not folder.exists())
+
+
+def test_what_a_test_process_has_started_is_ended_when_it_says_so(tmp_path: Path) -> None:
+    process, daemon = started(tmp_path / "folder", "ends")
+    eventually(lambda: not runs(daemon))
+    assert process.poll() is None
+    end(process)
+
+
+def test_a_process_that_another_test_process_has_started_is_left_alone(tmp_path: Path) -> None:
+    ended, its_daemon = started(tmp_path / "one", "is killed")
+    other, daemon = started(tmp_path / "other", "is killed")
+    end(ended)
+    eventually(lambda: not runs(its_daemon))
+    assert runs(daemon)
+    end(other)
+    eventually(lambda: not runs(daemon))
+
+
+# A process that can be given this port and no other, and looks for a second at most.
+TAKER = """
+import signal, sys
+from tests.support import postgres
+postgres.PORTS = range(int(sys.argv[1]), int(sys.argv[1]) + 2)
+signal.alarm(1)
+postgres.free_port()
+"""
+
+
+def test_a_port_is_given_to_one_process_at_a_time() -> None:
+    take = [sys.executable, "-c", TAKER, str(free_port())]
+    assert subprocess.run(take, cwd=ROOT, check=False).returncode == -signal.SIGALRM
