@@ -27,10 +27,9 @@ up: setup  ## Start three instances on ports 8000-8002, on the embedded PostgreS
 down: setup  ## Ask them to leave, and stop the embedded PostgreSQL
 	$(BIN)/flotilla down
 
-# More workers than cores, because most of the time tests wait: for timers, for leases, for processes to start. In the
-# order in which tests are collected, so that no long one begins when all else is done.
+# More workers than cores: most of the time, tests wait for timers, for leases, and for processes to start.
 test: setup tools  ## Run every test
-	$(BIN)/python -m pytest --numprocesses 8 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 8
 
 check: setup  ## Format, lint, types, import contract, documentation, model-migration drift
 	$(BIN)/ruff format --check .

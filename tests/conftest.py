@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import fleet as fleets
 from tests.support.fleet import Fleet
@@ -41,14 +43,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(reaper.close)
 
 
-@pytest.hookimpl(tryfirst=True)
+class Scheduler(LoadScopeScheduling):  # type: ignore[misc] — it has no types
+    """Gives each worker one test after the other, in their order; those whose module makes something once, together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if makes_something_once(file) else nodeid
+
+
+@cache
+def makes_something_once(file: str) -> bool:
+    return 'scope="module"' in (fleets.ROOT / file).read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    config.option.loadscopereorder = False
+    return Scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long begins first. Tests that share what their module has made stay together, on one worker."""
+    """What takes long begins first: nothing of it is left when all else is done."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
-        if any(each[-1].scope == "module" and each[-1].argname != "anyio_backend" for each in fixtures):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}.{item.path.stem}"))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

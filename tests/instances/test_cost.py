@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.fleet import Fleet, leader_of
-from tests.support.postgres import server
+from tests.support.postgres import Postgres, server
 
-WATCHED = 10.0
+WATCHED = 8.0
+SPANS = 2
 CONFIGURATION = "log_statement = 'all'\nlog_line_prefix = 'by=%a '\n"
 STATEMENT = re.compile(r"^by=flotilla/(?P<namespace>[^/]*)/(?P<role>[^/ ]*)/?(?P<instance>\S*) .*(statement|execute)")
 
@@ -32,16 +33,19 @@ def test_an_idle_follower_sends_two_statements_a_second_at_most_and_the_leader_t
         ships = fleet.start(3)
         leader = leader_of(ships).me()["name"]
         names = {ship.me()["name"] for ship in ships}
-        time.sleep(2)
-        before = statements(postgres.log)
-        time.sleep(WATCHED)
-        sent = statements(postgres.log)
-        sent.subtract(before)
+        # What a start costs, and what a busy machine makes come in heaps, is not in each of the spans.
+        rates = [rates_of(postgres, names) for _ in range(SPANS)]
+    for name in names:
+        low, *_ = sorted(each[name] for each in rates)
+        assert 0.5 < low <= (10 if name == leader else 2), rates
 
-    rates = {name: sum(n for (_, who), n in sent.items() if who == name) / WATCHED for name in names}
+
+def rates_of(postgres: Postgres, names: set[str]) -> dict[str, float]:
+    """How many statements a second each of them sends, over some seconds."""
+    before, began = statements(postgres.log), time.monotonic()
+    time.sleep(WATCHED)
+    sent, seconds = statements(postgres.log), time.monotonic() - began
+    sent.subtract(before)
     # The pools' sessions do not say whose they are, and all do the same: each instance looks every two seconds.
-    pooled = sum(n for (_, who), n in sent.items() if who not in names) / WATCHED / len(ships)
-    followers = names - {leader}
-    assert 0.5 < rates[leader] + pooled <= 10
-    for follower in followers:
-        assert 0.5 < rates[follower] + pooled <= 2
+    pooled = sum(n for (_, who), n in sent.items() if who not in names) / len(names)
+    return {name: (sum(n for (_, who), n in sent.items() if who == name) + pooled) / seconds for name in names}

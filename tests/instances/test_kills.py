@@ -69,13 +69,16 @@ def top_up(session: psycopg.Connection[TupleRow], ship: Ship, chance: random.Ran
     return ship.trigger_all(runs)
 
 
-def test_runs_of_a_killed_leader_go_on_elsewhere_with_their_checkpoint(fleet: Fleet) -> None:
+def test_runs_of_a_killed_leader_go_on_elsewhere_with_their_checkpoint(fleet: Fleet, tmp_path: Path) -> None:
     (leader,) = fleet.start()
-    # They go on for as long as another instance may need to start.
-    ids = leader.trigger_all([{"action": "walk", "payload": {"steps": 120, "seconds": 0.1}}] * 10)
+    # None of them ends before the leader is killed.
+    gate = tmp_path / "gate"
+    payload = {"steps": 20, "seconds": 0.05, "gate": str(gate)}
+    ids = leader.trigger_all([{"action": "walk", "payload": payload}] * 10)
     (other,) = fleet.start()
     eventually(lambda: all((leader.run(each)["progress"] or {"done": 0})["done"] > 0.1 for each in ids))
     leader.kill()
+    gate.touch()
     for run in [other.ended(run_id) for run_id in ids]:
         assert (run["state"], run["attempt"]) == ("succeeded", 2)
         assert len(run["result"]["instances"]) == 2, "it did not begin again from nothing"

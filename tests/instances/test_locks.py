@@ -99,9 +99,8 @@ def test_a_singleton_runs_on_one_instance_and_moves_on_when_that_one_leaves_or_d
     assert len({ship.pid for ship in seen}) == 3
     tokens = [token for token, _ in effects(fleet.address, "beacon")]
     assert tokens == sorted(tokens)
-    assert set(tokens) == {1, 2, 3}
     by_token = dict(effects(fleet.address, "beacon"))
-    assert len(set(by_token.values())) == 3, "each on another instance"
+    assert len(set(by_token.values())) == 3, "on one instance after the other"
 
 
 def test_effects_stay_in_the_order_of_their_tokens_whatever_becomes_of_the_holders(tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
 """N schedulers, one due action, one run: with real instances that all look in the same moment."""
 
 import re
-import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-import httpx
 import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from tests.support.fleet import Fleet, leader_of
+from tests.support.fleet import Fleet, Ship, blocked, leader_of
 from tests.support.postgres import eventually
 
 ROUNDS = 1000
@@ -58,10 +56,16 @@ def test_n_schedulers_make_one_run_of_each_slot(
             eventually(lambda done=number: count(session) >= done, every=0.0005)  # type: ignore[misc]
         made: dict[datetime, int] = dict(session.execute(RUNS).fetchall())
         assert made == dict.fromkeys(slots, 1)
-        # All of them took part in the race, or it was none.
-        looks = [int(float(found[1])) for ship in ships if (found := COUNT.search(ship.client.get("/metrics").text))]
-        assert sum(looks) == ROUNDS
-        assert len([each for each in looks if each]) > 1
+        # An instance counts what it has made a moment after the commit.
+        eventually(lambda: sum(map(made_by, ships)) == ROUNDS)
+        # More than one took part in the race, or it was none.
+        assert len([ship for ship in ships if made_by(ship)]) > 1
+
+
+def made_by(ship: Ship) -> int:
+    found = COUNT.search(ship.client.get("/metrics").text)
+    assert found is not None
+    return int(float(found[1]))
 
 
 def test_the_followers_schedule_when_the_leader_is_blocked(
@@ -71,11 +75,11 @@ def test_the_followers_schedule_when_the_leader_is_blocked(
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_schedules") as fleet:
         ships = fleet.start(2)
         leader = leader_of(ships)
-        request = threading.Thread(target=lambda: httpx.get(f"{leader.url}/trial/block?seconds=10", timeout=60))
-        request.start()
-        eventually(lambda: leader.status("/health/live", timeout=0.2) is None)
-        session.execute("UPDATE flotilla.actions SET next_run_at = clock_timestamp()")
-        eventually(lambda: count(session) == 1, within=8)
-        assert request.is_alive(), "the leader was still blocked"
-        request.join()
-        assert leader.me()["leader"], "and led all the time"
+        name = leader.me()["name"]
+        (follower,) = [ship for ship in ships if ship is not leader]
+        with blocked(leader, seconds=600) as request:
+            session.execute("UPDATE flotilla.actions SET next_run_at = clock_timestamp()")
+            eventually(lambda: count(session) == 1)
+            assert follower.instances()["leader"] == name, "it led all the time"
+            assert request.is_alive(), "and was blocked"
+            leader.kill()

@@ -16,7 +16,7 @@ import httpx
 import psycopg
 import pytest
 
-from tests.support.fleet import ROOT, Fleet, Mode, Ship, environment, run
+from tests.support.fleet import ROOT, Fleet, Mode, Ship, blocked, environment, run
 from tests.support.postgres import Postgres, eventually, free_port
 from tests.support.tools import process_namespaces
 
@@ -54,21 +54,24 @@ def test_ready_says_503_while_the_listener_still_accepts(fleet: Fleet, mode: Mod
         time.sleep(0.05)
     ship.wait_exit()
 
-    first = seen.index(503)
-    refusals = [status for status in seen[first:] if status is not None]
-    assert len(refusals) >= 2, seen
-    assert set(refusals) == {503}
-    assert set(seen[:first]) <= {200}
+    answered = [status for status in seen if status is not None]
+    assert set(answered) <= {200, 503}
+    # One worker may be told a moment before the other.
+    last = "".join(str(status) for status in answered).rpartition("200")[2]
+    assert last.count("503") >= 2, seen
+    if mode != "workers":
+        assert answered == sorted(answered), "never again ready"
 
 
 @pytest.mark.parametrize("mode", EVERY)
 def test_a_request_in_flight_finishes_and_new_ones_are_served_until_the_listener_closes(
     fleet: Fleet, mode: Mode
 ) -> None:
-    (ship,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="2")
+    # Longer than the listener is open, and with time enough for one more request while it is.
+    (ship,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="4", FLOTILLA_DRAIN_TIMEOUT="20")
     with ThreadPoolExecutor() as pool:
-        flying = [pool.submit(httpx.get, f"{ship.url}/trial/slow?seconds=4", timeout=30) for _ in range(4)]
-        time.sleep(0.5)
+        flying = [pool.submit(httpx.get, f"{ship.url}/trial/slow?seconds=5", timeout=60) for _ in range(4)]
+        eventually(lambda: len(ship.lines("trial.began")) == 4)
         ship.terminate()
         eventually(lambda: ship.status() == 503)
         late = httpx.get(f"{ship.url}/trial/slow?seconds=0", timeout=30)
@@ -135,14 +138,15 @@ def test_the_steps_are_taken_in_order_logged_and_kept_in_the_row(fleet: Fleet, m
 
 @pytest.mark.parametrize("mode", ALONE)
 def test_leadership_is_handed_on_at_the_flag_and_not_at_the_end(fleet: Fleet, mode: Mode) -> None:
-    (first,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="6")
+    (first,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="30")
     (second,) = fleet.start(1, mode)
     eventually(lambda: second.instances()["leader"] == first.me()["name"])
     first.terminate()
 
-    eventually(lambda: second.instances()["leader"] == second.me()["name"], within=4)
+    eventually(lambda: second.instances()["leader"] == second.me()["name"])
     draining = {each["name"]: each["state"] for each in second.instances()["instances"]}
     assert sorted(draining.values()) == ["draining", "ready"]
+    # A second signal: it need not wait any longer.
     first.terminate()
     first.wait_exit()
 
@@ -247,7 +251,7 @@ def test_a_step_that_hangs_is_cut_at_its_limit_and_the_others_still_happen(
         outcomes = {entry["step"]: entry["outcome"] for entry in record}
         assert outcomes == dict.fromkeys(STEPS, "done") | {"executor": "cut"}
         cut = next(entry for entry in record if entry["step"] == "executor")
-        assert 900 <= cut["ms"] < 10_000
+        assert cut["ms"] >= 900
     assert {line["step"] for line in ship.lines("shutdown.step") if line["outcome"] == "cut"} == {"executor"}
 
 
@@ -287,16 +291,15 @@ def swallow(url: str) -> httpx.Response:
 
 def test_the_watchdog_ends_a_process_that_cannot_end_itself(fleet: Fleet) -> None:
     """The event loop is blocked for good: no step can be taken any more, and the log still says why."""
-    short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "20"}
-    (ship,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="1", **short)
+    short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "23"}
+    # The listener is open for long enough to let one more request in.
+    (ship,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="4", **short)
     ship.terminate()
     eventually(lambda: ship.status() == 503)
-    stuck = in_background(lambda: swallow(f"{ship.url}/trial/block?seconds=60"))
-
-    assert ship.wait_exit() == 70
+    with blocked(ship, seconds=600):
+        assert ship.wait_exit() == 70
     (line,) = ship.lines("shutdown.watchdog")
     assert line["step"] == "drain"
-    stuck.join()
 
 
 @pytest.mark.parametrize("mode", ALONE)
@@ -345,7 +348,8 @@ def test_a_reload_at_a_desk_does_not_wait_for_load_balancers(address: str, tmp_p
     (watched / "anything.py").write_text("")
     log = tmp_path / "reload.log"
     port = free_port()
-    env = {"FLOTILLA_DRAIN_DELAY": "25", "PYTHONWARNINGS": "default"}
+    # So long that no process that waited for it would be replaced in time.
+    env = {"FLOTILLA_DRAIN_DELAY": "600", "FLOTILLA_GRACE_PERIOD": "700", "PYTHONWARNINGS": "default"}
     with log.open("wb") as target:
         process = subprocess.Popen(
             [sys.executable, "-m", *command, "--port", str(port), "--reload-dir", str(watched)],
@@ -356,9 +360,9 @@ def test_a_reload_at_a_desk_does_not_wait_for_load_balancers(address: str, tmp_p
             start_new_session=True,
         )
     try:
-        eventually(lambda: log.read_text().count('"instance.ready"') == 1, within=30)
+        eventually(lambda: log.read_text().count('"instance.ready"') == 1, within=60)
         (watched / "anything.py").write_text("changed = True\n")
-        eventually(lambda: log.read_text().count('"instance.ready"') == 2, within=20)
+        eventually(lambda: log.read_text().count('"instance.ready"') == 2, within=60)
         eventually(lambda: swallow(f"http://127.0.0.1:{port}/health/ready").status_code == 200)
     finally:
         os.killpg(process.pid, signal.SIGTERM)

@@ -11,8 +11,9 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, Self, TypeAlias
 
@@ -251,6 +252,21 @@ def leader_of(ships: Sequence[Ship]) -> Ship:
         return next((ship for ship in ships if ship.me()["name"] == name), None)
 
     return eventually(find)
+
+
+@contextlib.contextmanager
+def blocked(ship: Ship, seconds: float) -> Iterator[threading.Thread]:
+    """Keep the event loop of an instance busy. It is so when the block begins; `seconds` is how long it is at most."""
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.TransportError):
+            httpx.get(f"{ship.url}/trial/block?seconds={seconds}", timeout=seconds + 60, verify=NOBODY)
+
+    request = threading.Thread(target=ask)
+    request.start()
+    eventually(lambda: ship.lines("trial.blocks"))
+    yield request
+    request.join()
 
 
 def seconds_until(condition: Callable[[], object], *, within: float = 30, every: float = 0.005) -> float:

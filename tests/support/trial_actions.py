@@ -6,6 +6,7 @@ What they do is written into `public.effects`, which a test makes when it wants 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -167,6 +168,7 @@ async def note(run: Run) -> None:
     """Leave an effect in the transaction that completes the run."""
     await run.emit("noting")
     await asyncio.sleep(run.payload.get("seconds", 0))
+    await opened(run.payload.get("gate"))
     async with run.commit({"noted": True}) as transaction:
         await transaction.execute(EFFECT, effect(run, "committed"))
 
@@ -279,8 +281,9 @@ async def speak(run: Run) -> None:
 
 @action("chatter")
 async def chatter(run: Run) -> None:
-    """Say something `count` times, `pause` seconds apart, with `padding` letters."""
-    for number in range(run.payload.get("count", 10)):
+    """Say something `count` times (`first` times in the first attempt), `pause` seconds apart, with `padding` letters."""
+    count = run.payload.get("count", 10)
+    for number in range(run.payload.get("first", count) if run.attempt == 1 else count):
         said = {"n": number, "attempt": run.attempt, "padding": "x" * run.payload.get("padding", 0)}
         await run.emit("said", said)
         await asyncio.sleep(run.payload.get("pause", 0.05))
@@ -362,14 +365,18 @@ async def strike(run: Run) -> None:
 
 @action("take-permits", retries=0)
 async def take_permits(run: Run) -> list[float]:
-    """Have `workers` ask for permits again and again until an instant, and say when they had them."""
+    """Have `workers` ask for permits until an instant, or until the file `gate` is there; return when they had them."""
     wanted, instants = run.payload, list[float]()
 
     async def ask() -> None:
-        while clock() < wanted["until"]:
+        while not gate.done() and clock() < wanted.get("until", math.inf):
             await limit("trial", wanted["rate"], burst=wanted.get("burst", 1))
             instants.append(clock())
+            if len(instants) == 10:
+                await run.emit("served")
 
+    # Without a gate, never done.
+    gate = asyncio.ensure_future(opened(wanted["gate"]) if "gate" in wanted else asyncio.Future[None]())
     await asyncio.gather(*(ask() for _ in range(wanted["workers"])))
     return [round(instant, 5) for instant in instants]
 

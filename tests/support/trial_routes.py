@@ -4,6 +4,7 @@ They stand for what users write: slow handlers, streams, handlers that block the
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ from app.fleet.http import edge
 from app.fleet.http.context import InContext
 
 router = APIRouter(prefix="/trial")
+log = logging.getLogger("trial")
 # So that a test need not wait for as long as a client may.
 edge.STALLED = float(os.environ.get("TRIAL_STALLED", edge.STALLED))
 
@@ -33,12 +35,15 @@ class Parcel(BaseModel):
 
 @router.get("/slow")
 async def slow(seconds: float) -> dict[str, float]:
+    if seconds >= 1:
+        log.warning("trial.began")
     await asyncio.sleep(seconds)
     return {"slept": seconds}
 
 
 @router.get("/block")
 async def block(seconds: float) -> dict[str, float]:
+    log.warning("trial.blocks")
     time.sleep(seconds)  # noqa: ASYNC251 — the mistake this route is for
     return {"blocked": seconds}
 
