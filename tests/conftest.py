@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(reaper.close)
 
 
-class Scheduler(LoadScopeScheduling):  # type: ignore[misc] — it has no types
+class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
     """Gives each worker one test after the other, in their order; those whose module makes something once, together."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -134,12 +134,11 @@ async def test_a_rate_is_kept_by_all_together(address: str) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         started = 0
-        while loop.time() - began < 1.5:
+        # 20 at once, and then 20 a second, and no more; fewer only where nobody claims for long.
+        while started < 50:
             for share in await asyncio.gather(*(each.claim() for each in claiming)):
                 started += len(share)
-            allowed = 20 + 20 * (loop.time() - began)
-            assert started <= allowed + 1
-        assert started >= 35, "20 at once, and then 20 a second"
+            assert started <= 20 + 20 * (loop.time() - began) + 1
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,6 @@ async def test_a_run_whose_transaction_began_before_the_floor_is_found_when_it_i
             ((began,),) = slow.execute("SELECT now()").fetchall()
             await here.trigger(Order("tick"))
             assert len(await one.claim()) == 1
-            await asyncio.sleep(0.05)
             insert = "INSERT INTO flotilla.runs (action_id, priority, run_at, max_attempts, trigger)"
             slow.execute(f"{insert} VALUES (%s, 0, now(), 1, 'code')", [here.catalogue.id_of("tick")])
         await told(one, "tick", datetime.now(UTC) + timedelta(hours=1))

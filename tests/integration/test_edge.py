@@ -1,6 +1,7 @@
 """What a client meets: one shape for every error, ids, limits, headers, keys, and probes that say little."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -12,6 +13,7 @@ from app.fleet.http.problems import KINDS
 from app.fleet.http.readiness import CACHED_FOR
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
+from tests.support.runs import soon
 from tests.support.service import Running, service
 
 pytestmark = pytest.mark.anyio
@@ -68,10 +70,11 @@ async def test_a_flood_of_probes_asks_the_database_once(running: Running, monkey
 
     monkeypatch.setattr(database, "ping", counted)
     await asyncio.sleep(CACHED_FOR + 0.1)
+    began = time.monotonic()
     answers = await asyncio.gather(*(running.client.get("/health/ready") for _ in range(200)))
     assert {answer.status_code for answer in answers} == {200}
-    # A second time only on a machine that needs longer than good news is kept.
-    assert 1 <= asked <= 2
+    # Again only where all this takes longer than good news is kept.
+    assert 1 <= asked <= 1 + (time.monotonic() - began) / CACHED_FOR
 
 
 async def test_ready_is_503_as_soon_as_the_flag_is_up_without_any_cache(running: Running) -> None:
@@ -407,12 +410,11 @@ async def test_production_shows_no_schema_and_sends_hsts(address: str) -> None:
 
 
 async def test_metrics_show_link_pool_leader_and_requests(running: Running) -> None:
-    for _ in range(200):
+    async def leads() -> str | None:
         text = (await running.client.get("/metrics")).text
-        if "flotilla_leader 1.0" in text:
-            break
-        await asyncio.sleep(0.02)
-    assert "flotilla_leader 1.0" in text
+        return text if "flotilla_leader 1.0" in text else None
+
+    text = await soon(leads)
     assert "flotilla_link_up 1.0" in text
     assert "flotilla_pool_up 1.0" in text
     assert "flotilla_requests_in_flight 1.0" in text

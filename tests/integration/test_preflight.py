@@ -18,7 +18,8 @@ from app.settings import Settings
 from tests.support.old_postgres import OldPostgres
 from tests.support.pgbouncer import pgbouncer
 from tests.support.postgres import Postgres, free_port, server
-from tests.support.service import service
+from tests.support.runs import soon
+from tests.support.service import Running, service
 
 
 def check(address: str, direct: str | None = None) -> None:
@@ -158,6 +159,11 @@ def test_the_doctor_reports_an_unreachable_database_and_goes_no_further() -> Non
     assert "schema" not in found
 
 
+async def leader_of(running: Running) -> str | None:
+    leader: str | None = (await running.client.get("/health/instances")).json()["leader"]
+    return leader
+
+
 @pytest.mark.anyio
 async def test_a_role_that_may_run_but_not_migrate_is_enough_for_an_instance(
     address: str, postgres: Postgres, caplog: pytest.LogCaptureFixture
@@ -177,23 +183,20 @@ async def test_a_role_that_may_run_but_not_migrate_is_enough_for_an_instance(
         for grant in grants:
             session.execute(grant)
     own = postgres.address_of(name, user=role)
+
+    async def not_allowed() -> bool:
+        return "leader.not_allowed" in caplog.messages
+
     try:
         assert (await asyncio.to_thread(findings, own))["privileges"] is Level.OK
         async with service(own, migrate_on_start=False) as running:
-            for _ in range(200):
-                if (await running.client.get("/health/instances")).json()["leader"]:
-                    break
-                await asyncio.sleep(0.02)
-            assert (await running.client.get("/health/instances")).json()["leader"]
+            await soon(lambda: leader_of(running))
         with psycopg.connect(address, autocommit=True) as session:
             session.execute(f"REVOKE UPDATE ON flotilla.leader_turn FROM {role}")
         assert (await asyncio.to_thread(findings, own))["privileges"] is Level.PROBLEM
         caplog.clear()
         async with service(own, migrate_on_start=False) as running:
-            for _ in range(200):
-                if "leader.not_allowed" in caplog.messages:
-                    break
-                await asyncio.sleep(0.02)
+            await soon(not_allowed)
             assert (await running.client.get("/health/ready")).status_code == 200
         assert caplog.messages.count("leader.not_allowed") == 1
     finally:

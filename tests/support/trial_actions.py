@@ -281,7 +281,7 @@ async def speak(run: Run) -> None:
 
 @action("chatter")
 async def chatter(run: Run) -> None:
-    """Say something `count` times (`first` times in the first attempt), `pause` seconds apart, with `padding` letters."""
+    """Say something `count` times, `pause` seconds apart, with `padding` letters; in attempt 1, `first` times."""
     count = run.payload.get("count", 10)
     for number in range(run.payload.get("first", count) if run.attempt == 1 else count):
         said = {"n": number, "attempt": run.attempt, "padding": "x" * run.payload.get("padding", 0)}
