@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from app.fleet.db import embedded
-from tests.support.fleet import Fleet, environment, run
+from tests.support.fleet import Fleet, environment, run, run_module
 from tests.support.pgbouncer import pgbouncer
 from tests.support.postgres import Postgres, eventually, free_port
 
@@ -180,18 +180,8 @@ def test_serve_on_any_port_tells_which(fleet: Fleet) -> None:
 
 def refused_start(address: str | None, *said: str, **env: str) -> None:
     """Start an instance both ways; each must end by itself, saying this and nothing like a traceback."""
-    import subprocess
-    import sys
-
-    for command in (["-m", "app", "serve"], ["-m", "uvicorn", "app.main:app"]):
-        done = subprocess.run(
-            [sys.executable, *command, "--port", str(free_port())],
-            env=environment(address, env),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+    for module, *arguments in (("app", "serve"), ("uvicorn", "app.main:app")):
+        done = run_module(module, *arguments, "--port", str(free_port()), env=environment(address, env))
         output = done.stdout + done.stderr
         assert done.returncode not in {0, None}, output
         for each in said:

@@ -9,7 +9,9 @@ RUNS = 12
 
 
 def test_in_a_rolling_restart_runs_go_on_from_their_checkpoint_and_use_no_attempt(address: str, tmp_path: Path) -> None:
-    with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
+    # What is not paused in time is taken over, which is another promise.
+    patient = {"FLOTILLA_PAUSE_TIMEOUT": "20"}
+    with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions", **patient) as fleet:
         ships = fleet.start(3)
         # None of them ends before all three were replaced, however long that takes.
         gate = tmp_path / "gate"

@@ -295,7 +295,8 @@ def test_the_watchdog_ends_a_process_that_cannot_end_itself(fleet: Fleet) -> Non
     # The listener is open for long enough to let one more request in.
     (ship,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="4", **short)
     ship.terminate()
-    eventually(lambda: ship.status() == 503)
+    # The first step is done, and the next one goes on for as long as the listener is open.
+    eventually(lambda: [line["step"] for line in ship.lines("shutdown.step")] == ["flag"])
     with blocked(ship, seconds=600):
         assert ship.wait_exit() == 70
     (line,) = ship.lines("shutdown.watchdog")

@@ -14,7 +14,7 @@ from app.fleet.cluster.leader import Leader
 from app.fleet.cluster.link import Callbacks, Link
 from app.fleet.cluster.registry import BATCH, RELINK_GRACE, Identity, Register, Registration, Session
 from app.fleet.db import migrations
-from app.fleet.db.direct import LEASE, DirectSession, open_session
+from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.namespace import Namespace
 from app.fleet.engine.recovery import TakeBack
 from app.fleet.errors import FleetError, NameTaken
@@ -196,9 +196,10 @@ def test_a_lock_that_a_restart_took_away_is_given_time_to_come_back(home: str) -
         session.execute("UPDATE flotilla.instances SET server_started_at = now() - interval '1 day' WHERE id = 2")
         assert other.id == 2
         dying.close()
-        with queued(home, link) as leader:
-            eventually(lambda: leader.looks)
-            assert seconds_until_gone(session, other.id) > RELINK_GRACE * 0.8
+        began = time.monotonic()
+        with queued(home, link):
+            eventually(lambda: not living(session, other.id))
+            assert time.monotonic() - began > RELINK_GRACE * 0.8
 
 
 @contextmanager
@@ -224,10 +225,11 @@ def test_a_leader_whose_own_link_was_just_broken_judges_nobody_in_a_hurry(home: 
         assert seconds_until_gone(session, other) > RELINK_GRACE * 0.5
 
 
-def test_without_either_a_free_lock_is_a_death_within_moments(home: str) -> None:
+def test_without_either_a_free_lock_is_a_death_within_moments(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.fleet.cluster.leader.RELINK_GRACE", 3600)
     with leader_and_another(home) as (_, session, theirs, other):
         theirs.close()
-        assert seconds_until_gone(session, other) < RELINK_GRACE * 0.5
+        eventually(lambda: not living(session, other))
 
 
 def test_a_defect_in_what_a_death_asks_for_costs_a_try_and_not_the_leader(home: str) -> None:
@@ -292,17 +294,15 @@ def test_a_server_that_stops_answering_is_given_up_before_its_lease_ends(home: s
             assert link.holds()
             logged = len(postgres.log.read_text())
             proxy.swallow()
-            began = time.monotonic()
             eventually(lambda: not link.holds())
-            assert broken.wait(LEASE)
-            assert time.monotonic() - began < LEASE, "the server let go first"
+            assert broken.wait(60)
             proxy.heal()
             # The former session is still there, and holds the presence: it is ended, not waited for.
-            eventually(link.holds, within=10)
+            eventually(link.holds)
             assert link.identity == before
             log = postgres.log.read_text()[logged:]
             assert "terminating connection due to administrator command" in log
-            assert "idle-session timeout" not in log, "it was waited for"
+            assert "idle-session timeout" not in log, "the server let go first, or it was waited for"
 
 
 def test_what_it_holds_ends_by_the_clock_alone_even_if_its_thread_cannot_run(
@@ -315,10 +315,10 @@ def test_what_it_holds_ends_by_the_clock_alone_even_if_its_thread_cannot_run(
         broken = threading.Event()
         callbacks = Callbacks(on_broken=lambda _: broken.set())
         with linked(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}", callbacks) as link:
+            logged = len(postgres.log.read_text())
             proxy.swallow()
-            began = time.monotonic()
             eventually(lambda: not link.holds())
-            assert time.monotonic() - began < LEASE, "the server let go first"
+            assert "idle-session timeout" not in postgres.log.read_text()[logged:], "the server let go first"
             assert not broken.is_set(), "the thread was not stuck"
             proxy.cut()
 

@@ -89,6 +89,9 @@ async def waiting(instance: Desk, count: int) -> None:
     await soon(look)
 
 
+WAITS_FOR_A_ROW = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
+
 async def look_away(_: object) -> None:
     """See nothing: for who is to be told."""
 
@@ -361,7 +364,12 @@ async def test_a_link_that_is_up_again_soon_enough_costs_no_lock(here: Desk, mon
             return member.link_figures.relinks == 1 and member.holds()
 
         await soon(again)
-        await asyncio.sleep(0.2)
+        before = held.until
+
+        async def renewed() -> bool:
+            return held.until > before
+
+        await soon(renewed)
         assert held.active
 
 
@@ -434,7 +442,7 @@ async def test_whoever_is_gone_before_the_answer_comes_holds_nothing(here: Desk)
         # Until this ends, nobody can take anything for this instance.
         await connection.execute("SELECT FROM flotilla.instances WHERE id = %s FOR UPDATE", [identity(here).id])
         impatient = asyncio.create_task(hold("x", asyncio.Event()))
-        await asyncio.sleep(0.2)
+        await soon(lambda: here.sql(WAITS_FOR_A_ROW))
         impatient.cancel()
         with pytest.raises(asyncio.CancelledError):
             await impatient

@@ -129,8 +129,8 @@ async def test_everyone_who_follows_is_told_the_same_and_the_database_is_asked_o
     assert hub.followed == 0
 
 
-async def collect(here: Desk, run_id: int, after: int = 0) -> list[Written]:
-    events: list[Written] = []
+async def collect(here: Desk, run_id: int, after: int = 0, events: list[Written] | None = None) -> list[Written]:
+    events = [] if events is None else events
     async with asyncio.timeout(60), here.running.context.stream.hub.follow(run_id, after) as following:
         while not following.ended:
             events += await following.more(10)
@@ -324,15 +324,23 @@ async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, m
     async with desk(address) as here:
         monkeypatch.setattr(here.running.context.stream.relay, "tell", lambda *_: None)
         monkeypatch.setattr(here.running.context.stream.hub, "look_at_actions", lambda _: None)
-        run_id = await here.trigger("nap", {"seconds": 0.3})
-        reading = asyncio.create_task(collect(here, run_id))
+        run_id = await here.trigger("nap", {"seconds": 600})
+        await here.attempt(run_id)
+        events: list[Written] = []
+        reading = asyncio.create_task(collect(here, run_id, events=events))
+        await soon(lambda: came(events, 2))
+        await cancel(here, run_id)
         await here.ended(run_id)
         assert not reading.done()
         assert await here.sql(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE application_name LIKE 'flotilla/%/link/%' AND datname = current_database()"
         )
-        assert states(await reading)[-1] == ("succeeded", 1)
+        assert states(await reading)[-1] == ("cancelled", 1)
+
+
+async def came(events: list[Written], count: int) -> bool:
+    return len(events) >= count
 
 
 async def test_a_code_that_waits_for_a_result_gets_it(here: Desk) -> None:
@@ -365,13 +373,14 @@ async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
 
 async def test_no_more_streams_than_there_are_places(address: str) -> None:
     async with desk(address, streams=3) as here:
-        run_id = await here.trigger("nap", {"seconds": 1})
+        run_id = await here.trigger("nap", {"seconds": 600})
         url = f"/runs/{run_id}/events"
         streams = [asyncio.create_task(here.running.client.get(url)) for _ in range(3)]
         await soon(lambda: here.sql("SELECT 1 WHERE %s", here.running.context.open_streams.total() == 3))
         refused = await here.running.client.get(url)
         is_problem(refused, "unavailable")
         assert int(refused.headers["retry-after"]) > 0
+        await cancel(here, run_id)
         assert [answer.status_code for answer in await asyncio.gather(*streams)] == [200] * 3
         assert (await here.running.client.get(url)).status_code == 200
         assert here.running.context.open_streams.total() == 0
@@ -390,10 +399,15 @@ async def test_a_key_has_no_more_streams_than_its_share(address: str) -> None:
         assert refused.headers["retry-after"] == "5"
         streams.append(asyncio.create_task(client.get(url, headers={"x-api-key": other})))
         await soon(lambda: here.sql("SELECT 1 WHERE %s", context.open_streams.total() == 3))
-        async with context.database.connection() as connection:
-            await runs.cancel(connection, context.database.namespace, run_id)
+        await cancel(here, run_id)
         assert [answer.status_code for answer in await asyncio.gather(*streams)] == [200] * 3
         assert not context.open_streams
+
+
+async def cancel(here: Desk, run_id: int) -> None:
+    database = here.running.context.database
+    async with database.connection() as connection:
+        await runs.cancel(connection, database.namespace, run_id)
 
 
 async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: Desk) -> None:

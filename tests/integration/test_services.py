@@ -18,6 +18,7 @@ from app.fleet.phase import Course
 from app.fleet.service import Service
 from app.fleet.stream.stream import Stream
 from app.settings import Settings
+from tests.support.runs import soon
 from tests.support.trial_singletons import beacon
 
 pytestmark = pytest.mark.anyio
@@ -114,10 +115,12 @@ async def test_after_a_storm_of_starts_and_stops_nothing_of_its_own_is_left(
         await asyncio.gather(*(call() for call in storm))
         await service.stop()
         assert not service.running
-    await asyncio.sleep(0.05)
-    left = {each.name for each in threading.enumerate() if not each.name.startswith("asyncio")} - threads
-    assert not left
-    assert len(asyncio.all_tasks()) <= tasks
+
+    async def nothing_is_left() -> bool:
+        left = {each.name for each in threading.enumerate() if not each.name.startswith("asyncio")} - threads
+        return not left and len(asyncio.all_tasks()) <= tasks
+
+    await soon(nothing_is_left)
 
 
 async def test_a_start_that_failed_half_way_can_be_stopped(address: str) -> None:

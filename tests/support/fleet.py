@@ -226,11 +226,16 @@ def environment(address: str | None, env: Mapping[str, str]) -> dict[str, str]:
 
 def run(*arguments: str, address: str | None = None, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Any:
     """Run the command line once and return what came of it."""
-    full = environment(address, env or {}) | {"PYTHONPATH": str(ROOT)}
-    if slipway is not None and Slipway.can_launch(env or {}):
-        return slipway.run("app", arguments, full, cwd, timeout=300)
+    return run_module("app", *arguments, env=environment(address, env or {}), cwd=cwd)
+
+
+def run_module(module: str, *arguments: str, env: Mapping[str, str], cwd: Path = ROOT) -> Any:
+    """Run a module to its end, in this environment, and return what came of it."""
+    full = {**env, "PYTHONPATH": str(ROOT)}
+    if slipway is not None:
+        return slipway.run(module, arguments, full, cwd, timeout=300)
     return subprocess.run(
-        [sys.executable, "-m", "app", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=cwd,
         env=full,
         capture_output=True,
