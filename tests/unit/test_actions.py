@@ -164,14 +164,6 @@ def test_a_rate_is_so_many_in_so_long(text: str, interval: float, burst: int) ->
     assert Rate.parse(text) == Rate(interval, burst)
 
 
-def test_backoff_grows_to_its_most_and_differs_each_time() -> None:
-    retried = declare(retry_delay="1s", retry_most="10s")
-    for failures, about in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (500, 10)):
-        delays = {retried.backoff(failures) for _ in range(20)}
-        assert all(0.75 * about <= delay <= 1.25 * about for delay in delays)
-        assert len(delays) > 1
-
-
 # -- finding them -----------------------------------------------------------------------------------------------------
 
 

@@ -191,6 +191,9 @@ actions = Table(
     Column("next_run_at", DateTime(timezone=True)),
     Column("paused_at", DateTime(timezone=True)),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
+    # Of a retry, in seconds: the first wait, and the longest (`engine/retry.py`).
+    Column("retry_delay", Float, nullable=False, server_default=text("1")),
+    Column("max_retry_delay", Float, nullable=False, server_default=text("600")),
     CheckConstraint("misfire IN ('once', 'all', 'skip')", name="misfire"),
     CheckConstraint("overlap IN ('skip', 'queue', 'allow')", name="overlap"),
     postgresql_with={"fillfactor": "50"},

@@ -14,7 +14,6 @@ import importlib
 import inspect
 import math
 import pkgutil
-import random
 import re
 import typing
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -39,8 +38,6 @@ NAME = re.compile(r"[a-z][a-z0-9._-]{0,99}")
 PRIORITIES = range(-1000, 1001)
 # What a payload may have, in characters of JSON.
 PAYLOAD_MOST = 1_048_576
-FACTOR = 2.0
-SPREAD = 0.25
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,6 @@ class Action(Generic[P]):
     def plain(self) -> bool:
         """Its payload is any JSON object."""
         return bool(self.payload_type == dict[str, Any])
-
-    def backoff(self, failures: int) -> float:
-        """Return how long to wait after so many failures: longer each time, and never the same for all."""
-        delay = self.retry_delay * FACTOR ** min(failures - 1, 60)
-        return min(delay, self.retry_most) * random.uniform(1 - SPREAD, 1 + SPREAD)
 
     def encode(self, payload: Any) -> str | None:
         """Check a payload against the action's type and write it as JSON; nothing for an empty one."""

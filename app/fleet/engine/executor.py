@@ -5,7 +5,7 @@ free when the ledger has it durably. The executor itself never waits for an acti
 
     an attempt                        is recorded as
     returns                           succeeded, with what it returned
-    raises                            pending again after a backoff, or failed if it has no retries left
+    raises                            pending again after a wait, or failed if it has no retries left
     raises GiveUp, or returns what    failed
       is no JSON
     exceeds its deadline              as if it had raised; cancelled first
@@ -311,7 +311,7 @@ class Executor(Service):
             self._settle(run)
         elif run.ending == "timeout" or (run.ending is None and self.now() > run.deadline):
             # Too late is too late, also for one that kept the loop from noticing.
-            self._retry_or_fail(run, action, exceeded(action, run))
+            self._retry_or_fail(run, exceeded(action, run))
         else:
             self.ledger.succeeded(run, result)
 
@@ -320,7 +320,7 @@ class Executor(Service):
             self._record_failure(run, action, error)
         except BaseException:  # noqa: BLE001 — methods of the exception were called, and may do anything
             if not run.recorded:
-                self._retry_or_fail(run, action, f"{type(error).__name__}: {UNREADABLE}")
+                self._retry_or_fail(run, f"{type(error).__name__}: {UNREADABLE}")
 
     def _record_failure(self, run: Run[Any], action: Action[Any], error: BaseException) -> None:
         if run.committed:
@@ -335,17 +335,17 @@ class Executor(Service):
         elif run.ending == "cancelled":
             self.ledger.cancelled(run, "cancelled on request")
         elif run.ending == "timeout":
-            self._retry_or_fail(run, action, exceeded(action, run))
+            self._retry_or_fail(run, exceeded(action, run))
         elif isinstance(error, GiveUp):
             self.ledger.failed(run, f"gave up: {text_of(error)}")
         elif isinstance(error, PayloadInvalid | NotJson):
             self.ledger.failed(run, text_of(error))
         elif isinstance(error, TryAgain):
-            self._retry_or_fail(run, action, text_of(error), wait_of(error))
+            self._retry_or_fail(run, text_of(error), wait_of(error))
         else:
             # A `Fenced` as well, whoever raised it. If this attempt has lost its run, its token is refused.
             reason = told(error)
-            self._retry_or_fail(run, action, reason)
+            self._retry_or_fail(run, reason)
             self._failures.write(run, error, reason, self.now())
 
     def _settle(self, run: Run[Any]) -> None:
@@ -353,9 +353,10 @@ class Executor(Service):
         run.recorded = True
         self._on_settled([run])
 
-    def _retry_or_fail(self, run: Run[Any], action: Action[Any], text: str, after: float | None = None) -> None:
+    def _retry_or_fail(self, run: Run[Any], text: str, after: float | None = None) -> None:
+        """Without `after`, a retry waits as the action says."""
         if run.tries < run.max_attempts:
-            self.ledger.retry(run, action.backoff(run.tries) if after is None else after, text)
+            self.ledger.retry(run, after, text)
         else:
             self.ledger.failed(run, text)
 
@@ -410,7 +411,7 @@ class Executor(Service):
         elif run.ending == "cancelled":
             self.ledger.cancelled(run, "cancelled on request; it ignored its cancellation")
         else:
-            self._retry_or_fail(run, action, exceeded(action, run) + "; it ignored its cancellation")
+            self._retry_or_fail(run, exceeded(action, run) + "; it ignored its cancellation")
 
     async def _tick_for_ever(self) -> None:
         """Look after deadlines, and after attempts that do not end although they were cancelled."""

@@ -41,6 +41,7 @@ from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outag
 from app.fleet.db.run_states import is_running
 from app.fleet.db.statements import array, fetch
 from app.fleet.engine.ending import INSERT_FINISHED, NOTE_ENDED
+from app.fleet.engine.retry import usual_wait
 from app.fleet.engine.run import STATE_MOST, Run, as_json
 from app.fleet.engine.telling import tell
 from app.fleet.errors import EngineError, Fenced
@@ -96,20 +97,24 @@ WITH ended AS (
 )
 {INSERT_FINISHED}"""
 
-# Back to `pending`. A retry waits for its delay; a pause goes on where it was, as if it had not been claimed.
+# Back to `pending`. A retry waits for its delay, or as its action says; a pause goes on where it was, as if it had not
+# been claimed.
 GIVE_BACK = f"""
 WITH back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending',
-        run_at = CASE WHEN b.delay IS NULL THEN r.run_at ELSE clock_timestamp() + make_interval(secs => b.delay) END,
-        attempt = r.attempt - CASE WHEN b.delay IS NULL THEN 1 ELSE 0 END,
+        run_at = CASE
+            WHEN b.paused THEN r.run_at
+            ELSE clock_timestamp() + make_interval(secs => coalesce(b.delay, {usual_wait()}))
+        END,
+        attempt = r.attempt - b.paused::int,
         error = coalesce(b.error, r.error),
         events = r.events + 1,
         deadline_at = NULL
-    FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(delays)s::float8[], %(errors)s::text[])
-         AS b (id, token, delay, error)
+    FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(pauses)s::bool[], %(delays)s::float8[], %(errors)s::text[])
+         AS b (id, token, paused, delay, error)
     WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = b.id AND r.token = b.token AND {is_running()}
-    RETURNING {stream.KEPT}, r.action_id, r.priority, r.attempt + (b.delay IS NULL)::int AS ran, b.error AS why
+    RETURNING {stream.KEPT}, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
 ), written AS (
     {stream.write_down("back")}
 ), noted AS (
@@ -162,7 +167,9 @@ class Ended(NamedTuple):
 
 class Returned(NamedTuple):
     run: Run[Any]
-    # None for a pause, which takes the attempt back.
+    # A pause takes the attempt back.
+    paused: bool
+    # None for the usual wait.
     delay: float | None
     error: str | None
 
@@ -222,11 +229,12 @@ class Ledger:
     def cancelled(self, run: Run[Any], error: str) -> None:
         self._end_badly(run, "cancelled", error)
 
-    def retry(self, run: Run[Any], delay: float, error: str) -> None:
-        self._give(Returned(run, delay, storable(error)))
+    def retry(self, run: Run[Any], delay: float | None, error: str) -> None:
+        """Have it tried again after `delay` seconds; without it, after the usual wait of its action."""
+        self._give(Returned(run, False, delay, storable(error)))
 
     def paused(self, run: Run[Any]) -> None:
-        self._give(Returned(run, None, None))
+        self._give(Returned(run, True, None, None))
 
     def _end_badly(self, run: Run[Any], state: str, error: str) -> None:
         self._ended.append(Ended(run, state, None, storable(error)))
@@ -460,6 +468,7 @@ class Ledger:
         values = {
             "ids": [each.run.id for each in batch],
             "tokens": [each.run.token for each in batch],
+            "pauses": [each.paused for each in batch],
             "delays": [each.delay for each in batch],
             "errors": [each.error for each in batch],
         }
@@ -468,9 +477,7 @@ class Ledger:
         refused: set[int] = set()
         if len(rows) < len(batch):
             refused = await self._sort_out(connection, runs, {row[0] for row in rows}, returned=again)
-        self.outcomes.update(
-            "paused" if each.delay is None else "retried" for each in batch if each.run.id not in refused
-        )
+        self.outcomes.update("paused" if each.paused else "retried" for each in batch if each.run.id not in refused)
         self._settled(runs)
 
     async def _finish(self, connection: Connection, batch: Sequence[Ended], _again: bool) -> None:
@@ -535,7 +542,7 @@ def fenced(run: Run[Any]) -> Fenced:
 def may_fail(item: Any) -> bool:
     """Whether its run can be recorded as failed instead; not if that is what was refused."""
     if isinstance(item, Returned):
-        return item.delay is not None
+        return not item.paused
     return isinstance(item, Ended) and not (item.error or "").startswith(REFUSED)
 
 

@@ -24,8 +24,8 @@ from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import BATCH, Instance, Session
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine.actions import FACTOR
 from app.fleet.engine.ending import INSERT_FINISHED, NEXT_OF_LINES, NOTE_ENDED
+from app.fleet.engine.retry import usual_wait
 from app.fleet.engine.telling import tell
 from app.fleet.stream.events import KEPT, write_down
 from app.fleet.stream.feed import noted
@@ -104,7 +104,7 @@ WITH lost AS MATERIALIZED (
 ), back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', error = l.why, deadline_at = NULL, events = r.events + 1,
-        run_at = clock_timestamp() + make_interval(secs => {FACTOR} ^ least(r.attempt - r.deaths - 1, 9))
+        run_at = clock_timestamp() + make_interval(secs => {usual_wait()})
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.spent
     RETURNING {KEPT}, r.action_id, r.priority, r.attempt AS ran, l.why

@@ -34,17 +34,18 @@ NOW = "SELECT clock_timestamp()"
 
 DECLARED = """jsonb_to_recordset(%(declared)s::jsonb) AS d (
     name text, schedule text, misfire text, overlap text, priority int, max_attempts int, retention float8,
-    concurrency int, rate_interval float8, rate_burst int, next_run_at timestamptz, anchored bool
+    concurrency int, rate_interval float8, rate_burst int, next_run_at timestamptz, anchored bool, retry_delay float8,
+    max_retry_delay float8
 )"""
 
 # Another instance that starts at this moment may add the same ones: the second waits for the first, and then compares.
 ADD = f"""
 INSERT INTO {{schema}}.actions (
     name, schedule, misfire, overlap, priority, max_attempts, retention, concurrency, rate_interval, rate_burst,
-    next_run_at
+    next_run_at, retry_delay, max_retry_delay
 )
 SELECT d.name, d.schedule, d.misfire, d.overlap, d.priority, d.max_attempts, make_interval(secs => d.retention),
-       d.concurrency, d.rate_interval, d.rate_burst, d.next_run_at
+       d.concurrency, d.rate_interval, d.rate_burst, d.next_run_at, d.retry_delay, d.max_retry_delay
 FROM {DECLARED}
 WHERE NOT EXISTS (SELECT FROM {{schema}}.actions AS a WHERE a.name = d.name)
 ORDER BY d.name
@@ -57,10 +58,10 @@ WITH changed AS MATERIALIZED (
     FROM {{schema}}.actions AS a
     JOIN {DECLARED} ON d.name = a.name
     WHERE (a.schedule, a.misfire, a.overlap, a.priority, a.max_attempts, a.retention, a.concurrency, a.rate_interval,
-           a.rate_burst)
+           a.rate_burst, a.retry_delay, a.max_retry_delay)
           IS DISTINCT FROM
           (d.schedule, d.misfire, d.overlap, d.priority, d.max_attempts, make_interval(secs => d.retention),
-           d.concurrency, d.rate_interval, d.rate_burst)
+           d.concurrency, d.rate_interval, d.rate_burst, d.retry_delay, d.max_retry_delay)
     ORDER BY a.id
     FOR NO KEY UPDATE OF a
 )
@@ -74,6 +75,8 @@ SET schedule = d.schedule,
     concurrency = d.concurrency,
     rate_interval = d.rate_interval,
     rate_burst = d.rate_burst,
+    retry_delay = d.retry_delay,
+    max_retry_delay = d.max_retry_delay,
     rate_used_until = CASE
         WHEN (a.rate_interval, a.rate_burst) IS NOT DISTINCT FROM (d.rate_interval, d.rate_burst)
         THEN a.rate_used_until
@@ -131,6 +134,8 @@ def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:
         "rate_interval": None if action.rate is None else action.rate.interval,
         "rate_burst": None if action.rate is None else action.rate.burst,
         "next_run_at": None if schedule is None else schedule.after(now).isoformat(),
+        "retry_delay": action.retry_delay,
+        "max_retry_delay": action.retry_most,
         "anchored": schedule is not None and schedule.every is not None,
     }
 

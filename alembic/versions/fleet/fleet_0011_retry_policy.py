@@ -1,0 +1,21 @@
+"""How long a failed run of an action waits, for every instance that gives one back."""
+
+import sqlalchemy as sa
+
+from alembic import op
+
+revision = "fleet_0011"
+down_revision = "fleet_0010"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    # The defaults of an action's options: a release that does not know the columns leaves them at these.
+    op.add_column("actions", sa.Column("retry_delay", sa.Float, nullable=False, server_default=sa.text("1")))
+    op.add_column("actions", sa.Column("max_retry_delay", sa.Float, nullable=False, server_default=sa.text("600")))
+
+
+def downgrade() -> None:
+    op.drop_column("actions", "max_retry_delay")
+    op.drop_column("actions", "retry_delay")

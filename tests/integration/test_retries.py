@@ -1,0 +1,63 @@
+"""A failed run waits as its action says, whoever gives it back."""
+
+import pytest
+
+from app.fleet.engine import recovery
+from app.fleet.engine.ledger import GIVE_BACK
+from app.fleet.engine.trigger import Order
+from tests.support.table import NAMESPACE, Table, declare, table
+
+pytestmark = pytest.mark.anyio
+
+# After so many failures, about so long: twice as long each time, up to the longest.
+WAITS = {1: 1, 2: 2, 3: 4, 4: 8, 5: 10, 500: 10}
+# One of its attempts was ended by the death of an instance, which is no failure.
+FAILED = """
+UPDATE runs
+SET attempt = 1 + (ARRAY[1, 2, 3, 4, 5, 500])[1 + id % 6], deaths = 1, deadline_at = now() - interval '1 h',
+    max_attempts = 1000
+RETURNING id, token
+"""
+WAITED = """
+SELECT attempt - deaths, extract(epoch FROM run_at - clock_timestamp())::float8 FROM runs WHERE state = 'pending'
+"""
+
+
+async def give_back(here: Table, rows: list[tuple[int, int]]) -> None:
+    many = len(rows)
+    values: dict[str, object] = {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]}
+    values |= {"pauses": [False] * many, "delays": [None] * many, "errors": ["torn"] * many}
+    async with here.database.autocommit() as connection:
+        await connection.execute(NAMESPACE.sql(GIVE_BACK), values)
+
+
+async def sweep(here: Table, _: list[tuple[int, int]]) -> None:
+    async with here.database.autocommit() as connection:
+        await recovery.sweep(connection, NAMESPACE)
+
+
+@pytest.mark.parametrize("by", [give_back, sweep], ids=["its-own-instance", "another-instance"])
+async def test_each_wait_is_twice_as_long_up_to_the_longest_and_none_is_like_another(address: str, by: object) -> None:
+    async with table(address, declare(retry_delay="1s", retry_most="10s")) as here:
+        await here.trigger(*[Order("tick")] * 120)
+        await (await here.instance("one")).claim(200)
+        rows = await here.sql(FAILED)
+        await by(here, rows)  # type: ignore[operator]
+        waited: dict[int, list[float]] = {}
+        for failures, seconds in await here.sql(WAITED):
+            waited.setdefault(failures, []).append(seconds)
+        assert {failures: len(waits) for failures, waits in waited.items()} == dict.fromkeys(WAITS, 20)
+        for failures, about in WAITS.items():
+            # Some of the time has passed already.
+            assert all(0.75 * about - 0.7 <= wait <= 1.25 * about for wait in waited[failures])
+            assert len(set(waited[failures])) == 20
+
+
+async def test_a_wait_that_is_declared_anew_holds_from_the_next_failure_on(address: str) -> None:
+    async with table(address, declare(retry_delay="1s")) as here:
+        await here.trigger(Order("tick"))
+        await (await here.instance("one")).claim()
+        async with table(address, declare(retry_delay="5m", retry_most="1h")):
+            await give_back(here, await here.sql("SELECT id, token FROM runs"))
+        ((_, seconds),) = await here.sql(WAITED)
+        assert 200 < seconds < 400
