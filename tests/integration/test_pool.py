@@ -12,9 +12,12 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from app.fleet.db import dsn
+from app.fleet.db.direct import open_session
+from app.fleet.db.migrations import alembic_session
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database, DatabaseAway
 from app.settings import Settings
+from tests.support.pgbouncer import pgbouncer
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 
@@ -179,14 +182,14 @@ async def test_a_failed_statement_is_no_outage(address: str) -> None:
 
 
 async def test_sessions_borrow_from_the_one_pool_and_give_back(address: str) -> None:
-    async with pool(address, pool_min=2, pool_max=2) as database:
+    async with pool(address, pool_min=3, pool_max=3) as database:
         for _ in range(20):
             await ask(database)
         async with database.session() as first, database.session() as second:
             await first.execute(text("SELECT 1"))
             await second.execute(text("SELECT 1"))
-            assert database.figures()["pool_available"] == 0
-        assert database.figures()["pool_available"] == 2
+            assert database.figures()["pool_available"] == 1
+        assert database.figures()["pool_available"] == 3
         with suppress(ValueError):
             async with database.session() as session:
                 await session.execute(text("CREATE TABLE never_there ()"))
@@ -245,3 +248,63 @@ async def test_a_borrower_that_is_cancelled_at_any_point_leaves_no_connection_in
 async def jit_by_default(address: str) -> object:
     async with await psycopg.AsyncConnection.connect(address) as connection:
         return await (await connection.execute("SHOW jit")).fetchone()
+
+
+# -- what every session is told ---------------------------------------------------------------------------------------
+
+UNUSUAL = (
+    "default_transaction_isolation = 'serializable'",
+    "idle_session_timeout = '300ms'",
+    "idle_in_transaction_session_timeout = 0",
+)
+
+
+def with_unusual_defaults(address: str) -> None:
+    with psycopg.connect(address, autocommit=True) as session:
+        for setting in UNUSUAL:
+            session.execute(f'ALTER DATABASE "{address.rpartition("/")[2]}" SET {setting}')
+
+
+async def isolation_of(connection: psycopg.AsyncConnection[tuple[object, ...]]) -> object:
+    return await (await connection.execute("SHOW transaction_isolation")).fetchone()
+
+
+async def test_every_session_is_read_committed_whatever_the_database_s_default_is(address: str) -> None:
+    with_unusual_defaults(address)
+    async with pool(address, pool_min=1, pool_max=6) as database:
+        async with database.session() as session:
+            assert (await session.execute(text("SHOW transaction_isolation"))).scalar_one() == "read committed"
+        async with database.connection() as connection:
+            assert await isolation_of(connection) == ("read committed",)
+        async with database.autocommit() as connection:
+            assert await isolation_of(connection) == ("read committed",)
+        lane = database.lane()
+        async with lane.connection() as connection:
+            assert await isolation_of(connection) == ("read committed",)
+        await lane.close()
+    for opened in (open_session(address, application="trial"), alembic_session(address, Namespace("flotilla"))):
+        with opened as direct:
+            assert direct.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+
+
+async def test_through_a_pooler_every_transaction_is_read_committed(address: str, postgres: Postgres) -> None:
+    with_unusual_defaults(address)
+    name = address.rpartition("/")[2]
+    with pgbouncer(postgres) as port:
+        through = f"postgresql://postgres@127.0.0.1:{port}/{name}"
+        async with pool(through, database_direct_url=address, pool_min=1) as database:
+            async with database.session() as session:
+                assert (await session.execute(text("SHOW transaction_isolation"))).scalar_one() == "read committed"
+            async with database.connection() as connection:
+                assert await isolation_of(connection) == ("read committed",)
+            async with database.autocommit() as connection, connection.transaction():
+                assert await isolation_of(connection) == ("read committed",)
+
+
+async def test_idle_connections_are_kept_and_idle_transactions_are_not(address: str) -> None:
+    """Whatever the database says, and also if statements have no limit."""
+    with_unusual_defaults(address)
+    for given, bound in ((0, "30s"), (12, "12s")):
+        async with pool(address, pool_min=1, statement_timeout=given) as database, database.connection() as connection:
+            for name, value in (("idle_session_timeout", "0"), ("idle_in_transaction_session_timeout", bound)):
+                assert await (await connection.execute(f"SHOW {name}")).fetchone() == (value,)

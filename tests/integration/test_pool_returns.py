@@ -15,11 +15,11 @@ import psycopg
 import pytest
 from psycopg_pool import PoolTimeout, TooManyRequests
 from sqlalchemy import text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from app.fleet.db import dsn
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Database, DatabaseAway, PooledConnection
+from app.fleet.db.pool import Database, DatabaseAway, PooledConnection, sessions_at_once
 from app.settings import Settings
 from tests.support.postgres import Postgres
 from tests.support.service import service
@@ -370,3 +370,47 @@ async def test_a_session_of_a_request_gives_its_connection_back_however_the_requ
         for _ in range(20):
             assert (await running.client.get("/trial/database")).status_code == 200
         assert (await running.client.get("/health/ready")).status_code == 200
+
+
+# -- a second connection for whoever holds one ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["lock", "limit", "breaker", "once"])
+@pytest.mark.parametrize("size", [2, 10])
+async def test_requests_that_hold_all_sessions_still_get_locks_limits_breakers_and_keys(
+    address: str, what: str, size: int
+) -> None:
+    """Sessions of callers never take the pool's last connections, so a statement of the fleet's own never waits for
+    a caller that waits for it."""
+    async with service(address, pool_min=1, pool_max=size, pool_timeout=3.0) as running:
+        path = f"/trial/holds-a-session-and-takes/{what}"
+        answers = await asyncio.gather(*(running.client.post(path) for _ in range(10)))
+        assert [answer.status_code for answer in answers] == [200] * 10
+
+
+async def test_a_pool_whose_sessions_are_all_held_still_serves_the_fleet_and_counts_who_waits(address: str) -> None:
+    async with pool(address, pool_max=SIZE, pool_timeout=1.0) as database:
+        release = asyncio.Event()
+
+        async def hold() -> None:
+            async with database.session() as session:
+                await session.execute(text("SELECT 1"))
+                await release.wait()
+
+        holders = [asyncio.ensure_future(hold()) for _ in range(SIZE)]
+        while database.figures()["requests_waiting"] != SIZE - sessions_at_once(SIZE):  # noqa: ASYNC110 — a figure
+            await asyncio.sleep(0)
+        assert database.connections_out == sessions_at_once(SIZE)
+        await uses_autocommit(database)
+        await database.ping()
+        outcomes = await asyncio.gather(*holders[sessions_at_once(SIZE) :], return_exceptions=True)
+        assert {type(each.orig) for each in outcomes if isinstance(each, DBAPIError)} == {PoolTimeout}
+        assert database.figures()["requests_errors"] == SIZE - sessions_at_once(SIZE)
+        release.set()
+        await asyncio.gather(*holders[: sessions_at_once(SIZE)])
+        await everything_is_back(database)
+
+
+@pytest.mark.parametrize(("size", "sessions"), [(1, 1), (2, 1), (3, 2), (5, 4), (6, 2), (10, 5), (50, 43)])
+def test_how_many_sessions_a_pool_of_some_size_lends_at_once(size: int, sessions: int) -> None:
+    assert sessions_at_once(size) == sessions

@@ -6,6 +6,7 @@ They stand for what users write: slow handlers, streams, handlers that block the
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 from sqlalchemy import text
 
 from app import routes
-from app.fleet import InSession, breaker, limit, once
+from app.fleet import InSession, breaker, limit, lock, once
 from app.fleet.cli import main
 from app.fleet.http import edge
 from app.fleet.http.context import InContext
@@ -133,6 +134,26 @@ async def hold_a_session(request: Request, session: InSession) -> None:
     request.app.state.held.put_nowait(pid)
     # Until the test ends the backend, or leaves.
     await session.execute(text("SELECT pg_sleep(60)"))
+
+
+@router.post("/holds-a-session-and-takes/{what}")
+async def hold_a_session_and_take(what: str, session: InSession) -> None:
+    """Use the fleet's means inside of the request's own transaction."""
+    await session.execute(text("SELECT 1"))
+    # As long as a call to another service, so that all requests hold their sessions at the same time.
+    await asyncio.sleep(0.1)
+    if what == "lock":
+        async with lock(f"trial-{secrets.token_hex(4)}"):
+            pass
+    elif what == "limit":
+        await limit("trial-many", "10000/s", wait=2)
+    elif what == "breaker":
+        async with breaker("trial-many"):
+            pass
+    else:
+        async with once("trial-many", secrets.token_hex(4)):
+            pass
+    await session.execute(text("SELECT 2"))
 
 
 @router.get("/tidy")

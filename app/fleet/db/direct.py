@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg.rows import TupleRow
 
-from app.fleet.db.dsn import with_options
+from app.fleet.db.dsn import READ_COMMITTED, with_options
 
 LEASE = 5.0
 PATIENCE = 2.5
@@ -57,6 +57,7 @@ def open_session(
     """Open a direct session. With a lease, it must speak at least that often."""
     lease_ms = int(lease * 1000) if lease else 0
     options: dict[str, str | int] = {
+        "default_transaction_isolation": READ_COMMITTED,
         "idle_session_timeout": lease_ms,
         "idle_in_transaction_session_timeout": lease_ms,
         "client_connection_check_interval": 500,

@@ -23,6 +23,9 @@ TIMERS |= {"keepalives_count": "3", "tcp_user_timeout": "2500", "target_session_
 # How much of a run id is in the name of a session.
 RUN_DIGITS = 16
 
+# The only isolation level the fleet's statements are written for, as the value of an option: its space is escaped.
+READ_COMMITTED = r"read\ committed"
+
 
 @dataclass(frozen=True)
 class Addresses:

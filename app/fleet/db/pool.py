@@ -24,12 +24,18 @@ is open or broken; psycopg's own `close` does nothing for one that is broken.
     its backend ended, wherever the block was      replaced
     its lane had an error                          closed and replaced
 
-What it does not promise: that a statement in flight when the connection broke did or did not happen. It is never
-repeated here.
+A caller that holds a session may need a second connection to go on: for a lock, a limit, a breaker, a key of `once`, a
+trigger. So sessions of callers never take the last connections of the pool (`sessions_at_once`). Statements of the
+fleet's own are short and need no second connection, hence they always end, and no caller waits for itself.
+
+What it does not promise: that a caller gets a second session while all callers together hold as many as there are. It
+waits for the others, `POOL_TIMEOUT` at most. Nor that a statement in flight when the connection broke did or did not
+happen. It is never repeated here.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeAlias
@@ -43,7 +49,7 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from app.fleet.db.dsn import Addresses, pool_application, with_options
+from app.fleet.db.dsn import READ_COMMITTED, Addresses, pool_application, with_options
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import DatabaseUnreachable
 from app.fleet.service import Service, let_go
@@ -55,14 +61,28 @@ Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
 
 UNFINISHED = (psycopg.pq.TransactionStatus.INTRANS, psycopg.pq.TransactionStatus.INERROR)
 ENOUGH_TO_KEEP = 6
+# How many lanes an engine has: to claim, to write what attempts report, to schedule.
+LANES = 3
+# One connection in so many, and at most so many of them, are left to statements of the fleet's own.
+RESERVED_ONE_IN = 5
+RESERVED_MOST = 4
 PROBE_EVERY = 0.25
 AWAY_PATIENCE = 1.0
 # How long the ROLLBACK of a returned connection may take before the connection is closed instead.
 RETURN_PATIENCE = 2.0
+# How long a transaction may idle if `STATEMENT_TIMEOUT` is 0, which is no limit for statements alone.
+IDLE_IN_TRANSACTION = 30.0
 # Beyond the SQLSTATE classes 08 (connection) and 57P (shutdown): read-only means a demoted primary.
 READ_ONLY = "25006"
 
 log = events(__name__)
+
+
+def sessions_at_once(pool_max: int) -> int:
+    """How many sessions of callers a pool of this size lends at once; a pool of one has nothing to reserve."""
+    lanes = LANES if pool_max >= ENOUGH_TO_KEEP else 0
+    reserved = min(max(1, pool_max // RESERVED_ONE_IN), RESERVED_MOST)
+    return max(1, pool_max - lanes - reserved)
 
 
 class PooledConnection(psycopg.AsyncConnection[TupleRow]):
@@ -104,6 +124,11 @@ SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('sync
 async def make_durable(connection: Connection) -> None:
     await connection.execute(DURABLE)
     await connection.commit()
+
+
+async def begin_read_committed(connection: Connection) -> None:
+    """Have every BEGIN name its isolation level: through a pooler, nothing can be set for a session."""
+    await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
 
 # A lane's statements are planned once, when the tables may be small, and then used while they grow: each has an index
@@ -191,7 +216,12 @@ class Database(Service):
         self.outages = 0
         # Every connection that is out, and since when; of a lane's, which is out for as long as it lives, None.
         self._out: dict[PooledConnection, float | None] = {}
+        self._sessions_free = asyncio.Semaphore(sessions_at_once(settings.pool_max))
+        self._in_sessions: set[PooledConnection] = set()
+        self._sessions_waiting = 0
+        self._sessions_refused = 0
         self._returning: set[asyncio.Task[None]] = set()
+        self._most_waiting = settings.pool_max * 20
         self._pool: AsyncConnectionPool[PooledConnection] = AsyncConnectionPool(
             self._conninfo,
             connection_class=PooledConnection,
@@ -202,9 +232,9 @@ class Database(Service):
             name=f"flotilla/{namespace.name}",
             timeout=settings.pool_timeout,
             # Beyond this, waiting longer would not help anyone: refuse, so that the client goes elsewhere.
-            max_waiting=settings.pool_max * 20,
+            max_waiting=self._most_waiting,
             max_lifetime=900,
-            configure=None if addresses.pooled else make_durable,
+            configure=begin_read_committed if addresses.pooled else make_durable,
             # Give up quickly: the supervisor knows better than a backoff when to try again.
             reconnect_timeout=0.2,
         )
@@ -294,8 +324,11 @@ class Database(Service):
             self._suspected.set()
 
     def figures(self) -> dict[str, int]:
-        """Return psycopg_pool's own counts."""
-        return self._pool.get_stats()
+        """Return psycopg_pool's own counts, with those who wait for a session."""
+        figures = Counter(self._pool.get_stats())
+        figures["requests_waiting"] += self._sessions_waiting
+        figures["requests_errors"] += self._sessions_refused
+        return figures
 
     async def _start(self) -> None:
         await self._pool.open()
@@ -350,17 +383,24 @@ class Database(Service):
             return False
 
     def _told(self, addresses: Addresses) -> str:
-        """Say to each connection what holds for it; through a pooler nothing can be said."""
+        """Set for each connection what the fleet relies on, whatever the server's, database's or role's defaults are.
+
+        Through a pooler nothing can be set for a session; `preflight` looks at what must hold there.
+        """
         if addresses.pooled:
             return addresses.pool
-        milliseconds = int(self._settings.statement_timeout * 1000)
+        limit = self._settings.statement_timeout
         return with_options(
             addresses.pool,
             application=pool_application(self.namespace, self.run_id),
-            statement_timeout=milliseconds,
-            idle_in_transaction_session_timeout=milliseconds,
+            default_transaction_isolation=READ_COMMITTED,
+            statement_timeout=int(limit * 1000),
+            # Bounded in any case: a frozen instance in a guarded transaction would block a takeover for ever.
+            idle_in_transaction_session_timeout=int((limit or IDLE_IN_TRANSACTION) * 1000),
             # A backend that sends an answer nobody reads notices neither of these.
-            tcp_user_timeout=milliseconds,
+            tcp_user_timeout=int(limit * 1000),
+            # The pool keeps idle connections on purpose.
+            idle_session_timeout=0,
             client_connection_check_interval=1000,
         )
 
@@ -376,7 +416,41 @@ class Database(Service):
         self._out[connection] = time.monotonic()
         return connection
 
+    async def _borrow_for_session(self) -> PooledConnection:
+        """Borrow for SQLAlchemy: a session of a caller's, of which only so many are out at once."""
+        await self._until_healthy()
+        await self._wait_for_session()
+        try:
+            connection = await self._borrow()
+        except BaseException:
+            self._sessions_free.release()
+            raise
+        self._in_sessions.add(connection)
+        return connection
+
+    async def _wait_for_session(self) -> None:
+        if self._sessions_waiting >= self._most_waiting:
+            self._sessions_refused += 1
+            raise TooManyRequests(f"{self._sessions_waiting} requests wait for a session of the pool already")
+        self._sessions_waiting += 1
+        try:
+            async with asyncio.timeout(self._settings.pool_timeout):
+                await self._sessions_free.acquire()
+        except TimeoutError:
+            self._sessions_refused += 1
+            raise PoolTimeout(f"no session of the pool was free within {self._settings.pool_timeout:g} s") from None
+        finally:
+            self._sessions_waiting -= 1
+
     async def _return(self, connection: PooledConnection) -> None:
+        try:
+            await self._return_to_pool(connection)
+        finally:
+            if connection in self._in_sessions:
+                self._in_sessions.remove(connection)
+                self._sessions_free.release()
+
+    async def _return_to_pool(self, connection: PooledConnection) -> None:
         try:
             async with asyncio.timeout(RETURN_PATIENCE):
                 if connection.info.transaction_status in UNFINISHED:
@@ -390,7 +464,7 @@ class Database(Service):
     def _borrowing_engine(self) -> AsyncEngine:
         engine = create_async_engine(
             "postgresql+psycopg://",
-            async_creator=self._borrow,
+            async_creator=self._borrow_for_session,
             poolclass=NullPool,
             # Asked for anew at every checkout otherwise.
             use_native_hstore=False,
