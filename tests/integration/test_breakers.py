@@ -6,7 +6,7 @@ processes are in `tests/instances/test_breakers.py`.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -264,6 +264,58 @@ async def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next(crew: Crew
             raise asyncio.CancelledError
     assert await soon(lambda: crew[1].use(wanted()))
     assert await crew.row("open_until") == (None,)
+
+
+async def test_a_probe_whose_caller_is_cancelled_while_it_is_let_in_leaves_its_place_to_the_next(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row says already that it probes; the answer that tells it so is on its way."""
+    written, answered = asyncio.Event(), asyncio.Event()
+    await crew[0].use(wanted(), DownError())
+    await crew.rested()
+    fetch = crew[0].breakers._fetch
+
+    async def answer_late(statement: str, *given: Any, **more: Any) -> Any:
+        answer = await fetch(statement, *given, **more)
+        if statement is breakers.PROBE:
+            written.set()
+            await answered.wait()
+        return answer
+
+    monkeypatch.setattr(crew[0].breakers, "_fetch", answer_late)
+    impatient = asyncio.create_task(crew[0].use(wanted()))
+    await written.wait()
+    impatient.cancel()
+    await asyncio.wait([impatient])
+    answered.set()
+    assert await soon(lambda: crew[1].use(wanted()))
+    assert await crew.row("open_until") == (None,)
+
+
+@pytest.mark.parametrize("error", [None, asyncio.CancelledError()], ids=["succeeded", "was cancelled"])
+async def test_what_became_of_a_probe_is_written_as_soon_as_the_database_can_be_reached(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
+) -> None:
+    failures: list[str] = []
+    await crew[0].use(wanted(), DownError())
+    await crew.rested()
+    fetch = crew[0].breakers._fetch
+
+    async def fail_twice(statement: str, *given: Any, **more: Any) -> Any:
+        if statement in {breakers.PASSED, breakers.GIVEN_BACK} and len(failures) < 2:
+            failures.append(statement)
+            raise psycopg.OperationalError("the database is away")
+        return await fetch(statement, *given, **more)
+
+    monkeypatch.setattr(crew[0].breakers, "_fetch", fail_twice)
+    with suppress(asyncio.CancelledError):
+        await crew[0].use(wanted(), error)
+
+    async def no_probe() -> bool:
+        return await crew.row("probe_instance") == (None,)
+
+    await soon(no_probe)
+    assert len(failures) == 2
 
 
 async def test_the_next_may_probe_once_the_instance_of_the_first_is_gone(crew: Crew) -> None:

@@ -16,6 +16,8 @@ true and says what is true after it. What it promises:
 
     what happens                                the breaker
     the probe is cancelled                      the next one may probe at once
+    what became of the probe cannot be written  is told as soon as it can; the next one may after `probe_most`
+    the answer that lets the probe in is lost   the next one may after `probe_most`
     its instance dies                           the next one may, as soon as that one is declared gone
     the probe takes longer than `probe_most`    the next one may; what the late one reports is refused
     a body that came in earlier fails while     does not count that
@@ -60,6 +62,7 @@ CALM = 10.0
 BELIEVED = 1.0
 # How long a body waits for what the database says of its breaker.
 PATIENCE = 1.0
+AGAIN = 0.25
 # More are kept in mind only while they are believed.
 KNOWN_MOST = 1000
 
@@ -243,14 +246,14 @@ class Breakers(Service):
             if not isinstance(error, OURS):
                 await self._patiently(breaker, self._failed(breaker, token))
             elif token is not None:
-                await self._patiently(breaker, self._end_probe(GIVEN_BACK, breaker, token))
+                await self._patiently(breaker, self._report(GIVEN_BACK, breaker, token))
             raise
         except BaseException:
             if token is not None:
-                self._errand(self._quietly(breaker, self._end_probe(GIVEN_BACK, breaker, token)))
+                self._errand(self._report(GIVEN_BACK, breaker, token))
             raise
         if token is not None:
-            await self._patiently(breaker, self._end_probe(PASSED, breaker, token))
+            await self._patiently(breaker, self._report(PASSED, breaker, token))
 
     # -- coming in ----------------------------------------------------------------------------------------------------
 
@@ -261,7 +264,7 @@ class Breakers(Service):
             return None
         if known.rests_until <= clock() and known.probed_until <= clock():
             known.probed_until = clock() + BELIEVED
-            token = await self._quietly(breaker, self._probe(breaker))
+            token = await self._enter_as_probe(breaker)
             if token is not None:
                 return token
             # Somebody else probes, or has; or nobody can say.
@@ -299,6 +302,20 @@ class Breakers(Service):
             known.heard, known.counts_until = sent, max(known.counts_until, sent + BELIEVED)
             return known
 
+    async def _enter_as_probe(self, breaker: Breaker) -> int | None:
+        """Ask to be the probe; if the caller is cancelled before the answer comes, that is given back."""
+        probing = self._errand(self._quietly(breaker, self._probe(breaker)))
+
+        def abandoned(_: object) -> None:
+            if not probing.cancelled() and probing.exception() is None and (token := probing.result()) is not None:
+                self._errand(self._report(GIVEN_BACK, breaker, token))
+
+        try:
+            return await asyncio.shield(probing)
+        except asyncio.CancelledError:
+            probing.add_done_callback(abandoned)
+            raise
+
     async def _probe(self, breaker: Breaker) -> int | None:
         if (me := self._member.identity) is None:
             return None
@@ -309,7 +326,7 @@ class Breakers(Service):
 
     async def _failed(self, breaker: Breaker, token: int | None) -> None:
         if token is not None:
-            await self._end_probe(OPENED_AGAIN, breaker, token)
+            await self._report(OPENED_AGAIN, breaker, token)
             return
         known = self._known.get(breaker.name)
         if known is not None and not known.closed and known.believed(self._member.holds()):
@@ -321,6 +338,20 @@ class Breakers(Service):
             known = await self._run(FAILED, breaker)
         if known is not None and not known.closed:
             self._opened(breaker, known)
+
+    async def _report(self, statement: str, breaker: Breaker, token: int) -> None:
+        """Write what became of a probe, for as long as nobody else may probe."""
+        until = clock() + breaker.probe_most
+        while True:
+            try:
+                await self._end_probe(statement, breaker, token)
+            except (psycopg.Error, DatabaseError) as error:
+                log.debug("breaker.failed", breaker=breaker.name, reason=told(error))
+                if clock() > until:
+                    return
+                await asyncio.sleep(AGAIN)
+            else:
+                return
 
     async def _end_probe(self, statement: str, breaker: Breaker, token: int) -> None:
         known = await self._run(statement, breaker, token=token)
