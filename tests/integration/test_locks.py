@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from contextvars import Context
 from typing import Any
 
@@ -13,10 +13,10 @@ import pytest
 
 from app.fleet import FleetError, Held, LockCycle, LockLost, LockTaken, lock
 from app.fleet.cluster import holders, locks
-from app.fleet.cluster.lock_rows import RELEASE, RENEW
+from app.fleet.cluster.lock_rows import RELEASE, RENEW, TAKE, WAIT
 from app.fleet.cluster.locks import Locks, Wanted
 from app.fleet.cluster.registry import Identity
-from app.fleet.db.direct import open_session
+from app.fleet.db.direct import PATIENCE, open_session
 from app.fleet.errors import LockInvalid
 from tests.support.postgres import Postgres
 from tests.support.runs import Desk, desk, soon
@@ -504,6 +504,220 @@ async def test_a_forced_release_waits_for_what_is_guarded_and_says_so_if_that_do
         assert "guarded by the lock 'x' has been open for 200ms" in refused.json()["detail"]
         assert held.active
     assert await here.sql("SELECT * FROM lock_releases") == []
+
+
+# -- what no task knows of --------------------------------------------------------------------------------------------
+
+LONG = "1h"
+
+
+class Outage:
+    """What this instance asks of PostgreSQL about locks fails, or its answers are lost, until it is over."""
+
+    def __init__(self, instance: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._fetch = locks_of(instance)._fetch
+        self._over = asyncio.Event()
+        self._lost: set[str] = set()
+        self.met = asyncio.Event()
+        monkeypatch.setattr(locks_of(instance), "_fetch", self._ask)
+
+    def lose_answer(self, statement: str) -> None:
+        """The statement commits, and its connection breaks before the answer is read; once."""
+        self._over.set()
+        self._lost.add(statement)
+
+    def end(self) -> None:
+        self._over.set()
+
+    async def _ask(self, statement: str, values: Any) -> Any:
+        if not self._over.is_set():
+            self.met.set()
+            raise psycopg.OperationalError("the database is away")
+        answer = await self._fetch(statement, values)
+        if statement in self._lost:
+            self._lost.remove(statement)
+            raise psycopg.OperationalError("the connection broke")
+        return answer
+
+
+async def nobody_holds(instance: Desk, name: str = "x") -> None:
+    async def look() -> bool:
+        return await instance.sql("SELECT instance_id FROM service_locks WHERE name = %s", name) == [(None,)]
+
+    await soon(look)
+
+
+async def test_waiters_that_gave_up_during_an_outage_leave_the_queue_when_it_is_over(
+    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = asyncio.Event()
+    holder = at(there, lambda: hold("x", over))
+    await held_by(there)
+    waiters = [at(here, lambda: hold("x", over, ttl=LONG)) for _ in range(5)]
+    await waiting(here, 5)
+    outage = Outage(here, monkeypatch)
+    for each in waiters:
+        each.cancel()
+    await asyncio.wait(waiters)
+    await outage.met.wait()
+    outage.end()
+    await waiting(there, 0)
+    over.set()
+    await holder
+
+
+async def test_a_lock_that_was_passed_on_to_a_waiter_nobody_here_knows_is_released_at_once(
+    here: Desk, there: Desk
+) -> None:
+    over = asyncio.Event()
+    holder = at(there, lambda: hold("x", over))
+    await held_by(there)
+    await here.sql(
+        "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '1 hour', '{}')",
+        identity(here).id,
+    )
+    over.set()
+    await holder
+    await nobody_holds(here)
+    assert (await row(here))[1] == 2, "it was never passed on"
+
+
+@pytest.mark.parametrize("statement", [TAKE, WAIT], ids=["taken", "in the queue"])
+async def test_a_lock_whose_taking_was_not_answered_does_not_stay_taken(
+    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    over = asyncio.Event()
+    if statement is WAIT:
+        holder = at(there, lambda: hold("x", over))
+        await held_by(there)
+    Outage(here, monkeypatch).lose_answer(statement)
+    with pytest.raises(psycopg.OperationalError):
+        await at(here, lambda: hold("x", over, ttl=LONG))
+    await waiting(here, 0)
+    over.set()
+    if statement is WAIT:
+        await holder
+    await nobody_holds(here)
+
+
+async def test_whoever_is_cancelled_while_it_enters_the_queue_does_not_stay_in_it(
+    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row is committed, and the answer that says so is on its way."""
+    over, written, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    holder = at(there, lambda: hold("x", over))
+    await held_by(there)
+    fetch = locks_of(here)._fetch
+
+    async def answer_late(statement: str, values: Any) -> Any:
+        answer = await fetch(statement, values)
+        if statement is WAIT:
+            written.set()
+            await answered.wait()
+        return answer
+
+    monkeypatch.setattr(locks_of(here), "_fetch", answer_late)
+    impatient = at(here, lambda: hold("x", over, ttl=LONG))
+    await written.wait()
+    impatient.cancel()
+    await asyncio.wait([impatient])
+    answered.set()
+    await waiting(here, 0)
+    over.set()
+    await holder
+
+
+async def test_a_release_that_could_not_be_written_is_written_after_the_outage(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with lock("x", ttl=LONG):
+        outage = Outage(here, monkeypatch)
+    await outage.met.wait()
+    assert (await row(here))[0] == identity(here).id
+    outage.end()
+    await nobody_holds(here)
+
+
+async def test_what_is_held_or_waited_for_is_not_released_by_the_look_for_what_nobody_knows(
+    here: Desk, there: Desk
+) -> None:
+    over = asyncio.Event()
+    holder = at(there, lambda: hold("y", over))
+    await held_by(there, "y")
+    async with lock("x", ttl=LONG) as held, lock("z", ttl=LONG, on_loss="tell") as lost:
+        next_one = at(here, lambda: hold("y", over, ttl=LONG))
+        await waiting(here, 1)
+        locks_of(here)._lose(lost, "the link to PostgreSQL broke")
+        await locks_of(here)._release_strays()
+        assert held.active
+        assert await here.sql("SELECT name, token FROM service_locks WHERE instance_id = %s", held.me.id) == [
+            ("x", 1),
+            ("z", 1),
+        ]
+        await waiting(here, 1)
+        over.set()
+        assert (await holder, await next_one) == (1, 2)
+
+
+async def test_a_row_that_a_statement_under_way_may_have_written_is_left_until_that_one_has_ended(here: Desk) -> None:
+    """And not longer: there may always be another one under way for the same lock."""
+    own = locks_of(here)
+    await here.sql(
+        "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '1 hour', '{}')",
+        identity(here).id,
+    )
+    with ExitStack() as later:
+        with own._settling("x"):
+            assert await own._release_strays()
+            await waiting(here, 1)
+            later.enter_context(own._settling("x"))
+        assert await own._release_strays()
+        await waiting(here, 0)
+
+
+# -- rows that another transaction has locked -------------------------------------------------------------------------
+
+
+async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_release(here: Desk) -> None:
+    """It would wait in the link's thread, and cost the instance its link."""
+    member = here.running.context.member
+    async with here.running.context.database.connection() as operator, lock("x", ttl=LONG) as held:
+        await operator.execute("SELECT FROM flotilla.service_locks WHERE name = 'x' FOR UPDATE")
+        before = held.until
+
+        async def beaten() -> bool:
+            ((later,),) = await here.sql("SELECT heartbeat_at > now() - interval '1 second' FROM instances")
+            return bool(later) or member.link_figures.breaks > 0
+
+        # Longer than the link's patience, which is what is looked at.
+        await asyncio.sleep(PATIENCE + 1)
+        await soon(beaten)
+        assert member.link_figures.breaks == 0
+        assert held.active
+        assert held.until == before
+        await operator.rollback()
+
+        async def renewed() -> bool:
+            return held.until > before
+
+        await soon(renewed)
+
+
+async def test_a_lock_that_was_let_go_is_left_alone_once_it_has_another_holder(here: Desk) -> None:
+    """Whoever let go while it was guarded has no reason to ask for ever."""
+    async with here.running.context.database.connection() as connection:
+        async with lock("x") as held:
+            await held.guard(connection)
+        assert locks_of(here)._errands
+        await here.sql(
+            "UPDATE service_locks SET token = 2, instance_id = 7, expires_at = now() + interval '1 hour' "
+            "WHERE name = 'x'"
+        )
+
+        async def at_rest() -> bool:
+            return not locks_of(here)._errands
+
+        await soon(at_rest)
 
 
 # -- cost, and what cannot be -----------------------------------------------------------------------------------------

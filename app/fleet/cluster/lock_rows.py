@@ -6,11 +6,12 @@ Each is a transaction by itself, and says what it did by the rows it returns.
     TAKE                             it is free, and nobody waits for it          always
     RELEASE                          it is still held under that token            if somebody is let in
     PASS_ON_FREE, PASS_ON_OF_DEAD    it is free; its instance is gone             if somebody is let in
+    PASS_ON_UNCLAIMED                it was let go under that token, and no more  if somebody is let in
     LET_GO                           it is still held under that token            never
     RENEW                            it is still held under that token            never
 
-What moves the token takes the row FOR UPDATE first, skipping it if somebody has it; what does not is an ordinary
-UPDATE. GUARD takes it FOR KEY SHARE: beside the latter, never beside the former.
+What moves the token takes the row FOR UPDATE first, skipping it if somebody has it; what does not takes it FOR NO KEY
+UPDATE, and RENEW skips it as well. GUARD takes it FOR KEY SHARE: beside the latter, never beside the former.
 """
 
 from app.fleet.cluster.registry import BATCH
@@ -130,6 +131,9 @@ PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])", limit=str(BAT
 
 # For a lock whose row somebody guards by: the token stays, so it waits for nobody. Passed on when that has ended.
 LET_GO = f"UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS}"
+UNCLAIMED = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id IS NULL"
+PASS_ON_UNCLAIMED = pass_on(UNCLAIMED)
+STILL_UNCLAIMED = f"SELECT FROM {{schema}}.service_locks AS l WHERE {UNCLAIMED}"
 
 # How it stands with those who wait here, in one moment: let in, with a token; or in the queue. Who is in no row of the
 # answer was let in, did not hear of it, and let its `ttl` pass.
@@ -143,16 +147,46 @@ FROM {schema}.lock_waiters
 WHERE id = ANY (%(waiters)s::int8[])
 """
 
+# The rows of an instance: the locks it holds, and its places in the queues, which have no token.
+OWN = """
+SELECT name, token, waiter
+FROM {schema}.service_locks
+WHERE instance_id = %(me)s
+UNION ALL
+SELECT name, NULL, id
+FROM {schema}.lock_waiters
+WHERE instance_id = %(me)s
+"""
+
 # Who gives up, and may have been let in this very moment.
 STOP_WAITING = "DELETE FROM {schema}.lock_waiters WHERE id = %(waiter)s"
 FORGET_WAITERS = "DELETE FROM {schema}.lock_waiters WHERE instance_id = ANY (%(dead)s::int[])"
 
+# One row for each lock that is still ours, and whether it was renewed. It was not if another transaction has its row
+# locked: an operator's release, which may be frozen, and this is asked in the link's thread.
 RENEW = """
-UPDATE {schema}.service_locks AS l
-SET renewed_at = clock_timestamp(), expires_at = clock_timestamp() + l.ttl
-FROM unnest(%(names)s::text[], %(tokens)s::int8[]) AS h (name, token)
-WHERE l.name = h.name AND l.token = h.token AND l.instance_id = %(me)s
-RETURNING l.name, l.token
+WITH ours AS MATERIALIZED (
+    SELECT l.name, l.token
+    FROM unnest(%(names)s::text[], %(tokens)s::int8[]) AS h (name, token)
+    JOIN {schema}.service_locks AS l ON l.name = h.name AND l.token = h.token
+    WHERE l.instance_id = %(me)s
+), free AS MATERIALIZED (
+    SELECT l.name
+    FROM ours AS o
+    JOIN {schema}.service_locks AS l ON l.name = o.name AND l.token = o.token
+    WHERE l.instance_id = %(me)s
+    ORDER BY l.name
+    FOR NO KEY UPDATE OF l SKIP LOCKED
+), renewed AS (
+    UPDATE {schema}.service_locks AS l
+    SET renewed_at = clock_timestamp(), expires_at = clock_timestamp() + l.ttl
+    FROM free AS f
+    WHERE l.name = f.name
+    RETURNING l.name
+)
+SELECT o.name, o.token, r.name IS NOT NULL
+FROM ours AS o
+LEFT JOIN renewed AS r ON r.name = o.name
 """
 
 # Who has these, that we do not have any more; and for how long. None that an operator took away.

@@ -29,8 +29,16 @@ blocks the event loop keeps its lock. An instance that holds none asks nothing.
     an operator releases it                  at once                           is cancelled
     the release cannot be written            as soon as it can, at the latest  has ended
                                              after `ttl`
-    the answer to taking it is lost, or the  after `ttl`: nobody renews it     does not begin; has ended
-    server crashes right after its release
+    the answer to taking it is lost          as soon as this instance finds    does not begin
+                                             the row, at the latest after `ttl`
+    the server crashes right after its       after `ttl`: nobody renews it     has ended
+    release
+
+Rows can be left behind under an instance's id: a place in the queue whose caller has given up while the database was
+away, or a lock whose taking was committed and not answered. Such a row would keep a lock from everyone for a whole
+`ttl`. So whenever a statement fails, a link is up again, or a lock is passed on to a waiter that is not known here, the
+instance reads its own rows (`_release_strays`) and releases each that no task here knows. A row that a statement under
+way may have written is left for the next look.
 
 That two act as holders at once is not believed, and looked for all the same: a renewal that finds another one in a lock
 of ours, let in before ours was over by our own clock, writes it down (`lock_overlaps`), and it is an anomaly.
@@ -47,8 +55,8 @@ it sends outside may arrive after its successor's. Send the token along.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -64,11 +72,14 @@ from app.fleet.cluster.lock_rows import (
     LET_GO,
     NOTE_OVERLAP,
     OTHERS,
+    OWN,
     PASS_ON_FREE,
     PASS_ON_OF_DEAD,
+    PASS_ON_UNCLAIMED,
     RELEASE,
     RENEW,
     STANDING,
+    STILL_UNCLAIMED,
     STOP_WAITING,
     TAKE,
     WAIT,
@@ -100,6 +111,8 @@ LOOK_FIRST = 0.05
 LOOK_MOST = 5.0
 GROWTH = 2.0
 AGAIN = 0.25
+# A statement whose connection broke has ended in the server by then: `client_connection_check_interval` is 1 s.
+LATE = 3.0
 AFTER_DEFECT = 1.0
 
 log = events(__name__)
@@ -231,6 +244,14 @@ class Locks(Service):
         self._sql = database.namespace.sql
         self._held: dict[tuple[str, int], Held] = {}
         self._waiting: dict[int, Waiting] = {}
+        # Each name and token from its taking to the end of its release, also of a lock that was lost meanwhile.
+        self._unreleased: set[tuple[str, int]] = set()
+        # The statements under way that may make or end a row of ours, each an object of its own, by the lock's name.
+        self._under_way: dict[str, set[object]] = {}
+        # Set when there may be rows of ours that no task knows.
+        self._strays = asyncio.Event()
+        # Rows that no task knows, and the statements that were under way when each was seen first: it may be theirs.
+        self._suspects: dict[tuple[Any, ...], set[object]] = {}
         self._anyone_waits = asyncio.Event()
         self._any_held = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -305,47 +326,51 @@ class Locks(Service):
 
     async def _take(self, wanted: Wanted, me: Identity) -> Held | None:
         """Take it if it is free; if the caller has gone meanwhile, it is released again."""
-        taking = self._errand(self._try_to_take(wanted, me))
-        try:
-            return await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            taking.add_done_callback(self._give_back)
-            raise
+        return await self._to_its_end(self._try_to_take(wanted, me), lambda held: self._errand(self.release(held)))
 
     async def _try_to_take(self, wanted: Wanted, me: Identity) -> Held | None:
-        sent = clock()
-        rows = await self._fetch(TAKE, {"name": wanted.name, **self._holder(wanted, me)})
-        return self._hold(wanted, me, rows[0][0], sent) if rows else None
-
-    def _give_back(self, taking: "asyncio.Task[Held | None]") -> None:
-        if not taking.cancelled() and taking.exception() is None and (held := taking.result()) is not None:
-            self._errand(self.release(held))
+        with self._settling(wanted.name):
+            sent = clock()
+            rows = await self._fetch(TAKE, {"name": wanted.name, **self._holder(wanted, me)})
+            return self._hold(wanted, me, rows[0][0], sent) if rows else None
 
     async def _wait(self, wanted: Wanted, me: Identity) -> Held | None:
         """Stand in the queue; None if that has come to nothing, and is to be tried again."""
-        values = {"name": wanted.name, "held": list(wanted.held), **self._holder(wanted, me)}
-        rows = await self._fetch(WAIT, values)
-        if not rows:
+        waiting = await self._to_its_end(self._enter_queue(wanted, me), self._leave_queue)
+        if waiting is None:
             # Declared gone a moment ago; who we are next will be told.
             await asyncio.sleep(TICK)
             return None
-        waiting = self._waiting[rows[0][0]] = Waiting(rows[0][0], wanted)
-        self._anyone_waits.set()
         held = None
         try:
             token = await waiting.granted
             held = await self._confirm(wanted, me, token) if token is not None else None
         finally:
-            del self._waiting[waiting.id]
             if held is None:
-                self._errand(self._stop_waiting(waiting, me))
+                self._leave_queue(waiting)
+            else:
+                del self._waiting[waiting.id]
         return held
+
+    async def _enter_queue(self, wanted: Wanted, me: Identity) -> Waiting | None:
+        with self._settling(wanted.name):
+            rows = await self._fetch(WAIT, {"name": wanted.name, "held": list(wanted.held), **self._holder(wanted, me)})
+            if not rows:
+                return None
+            waiting = self._waiting[rows[0][0]] = Waiting(rows[0][0], wanted)
+            self._anyone_waits.set()
+            return waiting
+
+    def _leave_queue(self, waiting: Waiting) -> None:
+        del self._waiting[waiting.id]
+        self._errand(self._stop_waiting(waiting))
 
     async def _confirm(self, wanted: Wanted, me: Identity, token: int) -> Held | None:
         """Renew what we were let into: the news of it may be old."""
         sent = clock()
         values = {"names": [wanted.name], "tokens": [token], "me": me.id}
-        return self._hold(wanted, me, token, sent) if await self._fetch(RENEW, values) else None
+        rows = await self._fetch(RENEW, values)
+        return self._hold(wanted, me, token, sent) if rows and rows[0][2] else None
 
     def _hold(self, wanted: Wanted, me: Identity, token: int, sent: float) -> Held | None:
         held = Held(self, me, wanted.name, token, wanted.ttl, sent)
@@ -353,43 +378,41 @@ class Locks(Service):
             # Taken by who we were: that one's death has released it, or will.
             return None
         self._held[held.name, token] = held
+        self._unreleased.add((held.name, token))
         self._any_held.set()
         return held
 
     async def _release(self, held: Held) -> bool:
         values = {"name": held.name, "token": held.token, "me": held.me.id}
         try:
-            if await self._fetch(RELEASE, values):
-                return True
-            if not await self._fetch(LET_GO + " RETURNING l.name", values):
-                return False
+            with self._settling(held.name):
+                if await self._fetch(RELEASE, values):
+                    return True
+                if not await self._fetch(LET_GO + " RETURNING l.name", values):
+                    return False
         except (psycopg.Error, DatabaseError) as error:
-            if clock() < held.until:
-                log.info("lock.released_later", lock=held.name, token=held.token, reason=" ".join(str(error).split()))
-                self._errand(self._release_later(held))
+            # From now on it is a row that no task knows.
+            log.info("lock.released_later", lock=held.name, token=held.token, reason=" ".join(str(error).split()))
             return True
-        self._errand(self._pass_on_later(held.name))
+        finally:
+            self._unreleased.discard((held.name, held.token))
+        self._errand(self._pass_on_later(held))
         return True
 
-    async def _release_later(self, held: Held) -> None:
-        """Try again; when its `ttl` is over it is free without us."""
-        await asyncio.sleep(AGAIN)
-        await self._release(held)
-
-    async def _pass_on_later(self, name: str) -> None:
-        """Pass a lock on that was let go while a transaction was guarded by it."""
-        gap = 0.0
+    async def _pass_on_later(self, held: Held) -> None:
+        """Pass a lock on that was let go while a transaction was guarded by it; until then ever more rarely."""
+        gap = LOOK_FIRST
+        values = {"name": held.name, "token": held.token}
         with suppress(psycopg.Error, DatabaseError):
-            while not await self._fetch(PASS_ON_FREE, {"names": [name]}):
-                gap = min(gap + LOOK_FIRST, 1.0)
+            while not await self._fetch(PASS_ON_UNCLAIMED, values) and await self._fetch(STILL_UNCLAIMED, values):
                 await asyncio.sleep(gap)
+                gap = min(gap * GROWTH, LOOK_MOST)
 
-    async def _stop_waiting(self, waiting: Waiting, me: Identity) -> None:
-        with suppress(psycopg.Error, DatabaseError):
-            if await self._fetch(STOP_WAITING + " RETURNING id", {"waiter": waiting.id}):
-                return
-            for _, token in await self._fetch(STANDING, {"me": me.id, "waiters": [waiting.id]}):
-                await self._release(Held(self, me, waiting.wanted.name, token, 0.0, 0.0))
+    async def _stop_waiting(self, waiting: Waiting) -> None:
+        """Leave the queue. If the row is there no more, the lock may have been passed on to us meanwhile."""
+        with suppress(psycopg.Error, DatabaseError), self._settling(waiting.wanted.name):
+            if not await self._fetch(STOP_WAITING + " RETURNING id", {"waiter": waiting.id}):
+                self._strays.set()
 
     async def _who_has(self, name: str, wait: float | None) -> str:
         rows = await self._fetch(WHO_HAS, {"name": name})
@@ -444,6 +467,55 @@ class Locks(Service):
                 )
             )
 
+    # -- what no task knows of ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _settling(self, name: str) -> Iterator[None]:
+        """Run statements that may make or end a row of ours for this lock; if one fails, that is not known."""
+        statement = object()
+        self._under_way.setdefault(name, set()).add(statement)
+        try:
+            yield
+        except BaseException:
+            self._strays.set()
+            asyncio.get_running_loop().call_later(LATE, self._strays.set)
+            raise
+        finally:
+            self._under_way[name].discard(statement)
+            if not self._under_way[name]:
+                del self._under_way[name]
+
+    async def _release_strays_for_ever(self) -> None:
+        while True:
+            await self._strays.wait()
+            # Before the look: what happens meanwhile is for the next one.
+            self._strays.clear()
+            again = True
+            try:
+                again = await self._release_strays()
+            finally:
+                if again:
+                    self._strays.set()
+            if again:
+                await asyncio.sleep(AGAIN)
+
+    async def _release_strays(self) -> bool:
+        """Release our rows that no task knows of; true if there were any, or may be."""
+        me = await self._identity()
+        rows = await self._fetch(OWN, {"me": me.id})
+        strays = [row for row in rows if row[:2] not in self._unreleased and row[2] not in self._waiting]
+        self._suspects = {row: self._suspects.get(row) or set(self._under_way.get(row[0], ())) for row in strays}
+        for row in strays:
+            name, token, waiter = row
+            if self._suspects[row] & self._under_way.get(name, set()):
+                continue
+            log.info("lock.stray_released", lock=name, token=token, waiter=waiter)
+            if token is None:
+                await self._fetch(STOP_WAITING, {"waiter": waiter})
+            else:
+                await self._release(Held(self, me, name, token, 0.0, 0.0))
+        return bool(strays)
+
     # -- those that are held ------------------------------------------------------------------------------------------
 
     async def _watch_for_ever(self) -> None:
@@ -471,13 +543,15 @@ class Locks(Service):
             return
         sent = clock()
         values = {"names": [held.name for held in known], "tokens": [held.token for held in known], "me": me.id}
-        renewed = set(session.execute(self._sql(RENEW), values).fetchall())
+        rows = session.execute(self._sql(RENEW), values).fetchall()
+        ours = {(name, token): renewed for name, token, renewed in rows}
         # Not one that was released meanwhile: it is over before that is sent.
-        missed = [held for held in known if (held.name, held.token) not in renewed and held.active]
+        missed = [held for held in known if (held.name, held.token) not in ours and held.active]
         for held in known:
-            if (held.name, held.token) in renewed:
+            renewed = ours.get((held.name, held.token))
+            if renewed:
                 held.until = sent + held.ttl
-            else:
+            elif renewed is None:
                 self._member.in_loop(partial(self._lose, held, "it was taken over"))
         if missed:
             self._compare(session, me, missed)
@@ -511,8 +585,12 @@ class Locks(Service):
     def _granted(self, rest: str) -> None:
         instance, waiter, token = (int(part) for part in rest.split(":"))
         me = self._member.identity
-        if me is not None and me.id == instance and (waiting := self._waiting.get(waiter)):
+        if me is None or me.id != instance:
+            return
+        if waiting := self._waiting.get(waiter):
             waiting.grant(token)
+        else:
+            self._strays.set()
 
     def _released(self, rest: str) -> None:
         instance, token, name = rest.split(":", 2)
@@ -521,7 +599,9 @@ class Locks(Service):
             self._lose(held, "an operator released it")
 
     def _look_now(self) -> None:
-        """Notifications may have been lost."""
+        """Notifications may have been lost, and answers."""
+        if self.running:
+            self._strays.set()
         for waiting in self._waiting.values():
             waiting.look_at = 0.0
         self._anyone_waits.set()
@@ -543,6 +623,7 @@ class Locks(Service):
         self._tasks = [
             asyncio.create_task(self._for_ever("look", self._look_for_ever), name="locks-look"),
             asyncio.create_task(self._for_ever("watch", self._watch_for_ever), name="locks-watch"),
+            asyncio.create_task(self._for_ever("strays", self._release_strays_for_ever), name="locks-strays"),
         ]
 
     async def _stop(self) -> None:
@@ -581,6 +662,22 @@ class Locks(Service):
             "holder": wanted.holder,
             "ttl": timedelta(seconds=wanted.ttl),
         }
+
+    async def _to_its_end(
+        self, work: Coroutine[Any, Any, Answer | None], give_back: Callable[[Answer], object]
+    ) -> Answer | None:
+        """Wait for work that goes on if the caller is cancelled; what comes of it is given back then."""
+        task = self._errand(work)
+
+        def abandoned(_: object) -> None:
+            if not task.cancelled() and task.exception() is None and (answer := task.result()) is not None:
+                give_back(answer)
+
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(abandoned)
+            raise
 
     def _errand(self, work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":
         errand = asyncio.create_task(work)
