@@ -93,3 +93,17 @@ class Unspeakable(BaseException):
 )
 def test_every_exception_can_be_described(error: BaseException, text: str) -> None:
     assert describe(error) == text
+
+
+def test_of_an_enormous_text_the_middle_is_left_out_before_it_is_looked_through() -> None:
+    described = describe(ValueError("a" * 50_000_000))
+    assert described == f"ValueError: {'a' * 10_000}… (49990000 more characters)"
+    text = redact(f"password=hunter2 {'a' * 1_000_000} password=hunter2")
+    assert text.startswith("password=*** aaa")
+    assert text.endswith("aaa password=***")
+    assert len(text) < 40_000
+
+
+def test_parameters_without_an_end_are_hidden_to_the_end_of_the_text() -> None:
+    """And the search does not begin again at each of many beginnings."""
+    assert redact("[parameters: " * 2_000 + "hunter2") == "[parameters: ***]"

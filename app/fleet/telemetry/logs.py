@@ -74,10 +74,10 @@ class Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {key: safe(value) for key, value in getattr(record, "fields", {}).items()}
-        event = bounded(redact(message_of(record)), FIELD_LONGEST)
+        event = clean(message_of(record), FIELD_LONGEST)
         trace = None
         if record.exc_info:
-            trace = bounded(redact(self._trace_of(record)), TRACE_LONGEST, keep_end=True)
+            trace = clean(self._trace_of(record), TRACE_LONGEST, keep_end=True)
         return self._json(record, event, fields, trace) if self._as_json else self._text(record, event, fields, trace)
 
     def _trace_of(self, record: logging.LogRecord) -> str:
@@ -147,14 +147,16 @@ def safe(value: Any, depth: int = 0) -> Any:
         text = str(value)
     except BaseException:  # noqa: BLE001 — whatever the object's own method raises
         text = f"({type(value).__name__} that cannot be written)"
-    return bounded(redact(text), FIELD_LONGEST)
+    return clean(text, FIELD_LONGEST)
 
 
-def bounded(text: str, longest: int, *, keep_end: bool = False) -> str:
-    """Cut a text that is too long, and say how much is missing."""
+def clean(text: str, longest: int, *, keep_end: bool = False) -> str:
+    """Redact a text; cut it if it is too long, and say how much is missing."""
+    length = len(text)
+    text = redact(text)
     if len(text) <= longest:
         return text
-    missing = f"… ({len(text) - longest} more characters) …"
+    missing = f"… ({max(length, len(text)) - longest} more characters) …"
     if keep_end:
         return f"{text[: longest // 2]}\n{missing}\n{text[-(longest - longest // 2) :]}"
     return text[:longest] + missing

@@ -27,6 +27,9 @@ SHORTEST = 6
 HIDDEN = "***"
 # What `describe` keeps of a text; the rest is counted.
 LONGEST = 10_000
+# How much of a text is looked at, half of it at its end. The middle of a longer one is left out: an action may raise an
+# error of 50 MB, and looking through it takes the event loop a third of a second for each.
+READ = 32_000
 
 _NAMES = (
     r"(?:pass(?:word|wd|phrase)|pwd|secret|authorization|credentials?"
@@ -40,14 +43,15 @@ _SHAPES = (
     (re.compile(rf"({_NAMES}\\*[\"']?\s*[:=]\s*){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (
-        re.compile(r"\[parameters: .*?\](?=\s*(?:\(Background on|$|\n))", re.DOTALL),
+        # To the end if there is no proper end: no second search begins then, however many beginnings there are.
+        re.compile(r"\[parameters: .*?(?:\](?=\s*(?:\(Background on|$|\n))|\Z)", re.DOTALL),
         f"[parameters: {HIDDEN}]",
     ),
 )
 # Texts without any of these characters or words have no such shape; most log lines do not.
 _WORTH_A_LOOK = re.compile(rf"://|{_NAMES}|bearer|\[parameters: ", re.IGNORECASE)
-_STATEMENT = re.compile(r"\s*\[SQL: .*", re.DOTALL)
-_BACKGROUND = re.compile(r"\s*\(Background on this error at: \S+\)\s*$")
+# What SQLAlchemy appends to the text of an error begins with one of these.
+_APPENDED = ("[SQL: ", "(Background on this error at: ")
 
 # Shared by the whole process, as the environment is, and never emptied: a secret stays one.
 _secrets: set[str] = set()
@@ -65,7 +69,8 @@ def remember(secrets: Iterable[str]) -> None:
 
 
 def redact(text: str) -> str:
-    """Replace every secret in a text."""
+    """Replace every secret in a text, and leave out the middle of a very long one."""
+    text = clip(text)
     for pattern in _by_value:
         text = pattern.sub(HIDDEN, text)
     if _WORTH_A_LOOK.search(text):
@@ -74,12 +79,22 @@ def redact(text: str) -> str:
     return text
 
 
+def clip(text: str) -> str:
+    """Leave out the middle of a text that is longer than `READ`. Nobody keeps as much as the halves that stay."""
+    if len(text) <= READ:
+        return text
+    return f"{text[: READ // 2]} … ({len(text) - READ} more characters) … {text[-READ // 2 :]}"
+
+
 def describe(error: BaseException) -> str:
     """Return the exception's class and text as one bounded line without secrets, statements or rows."""
-    name, text = _words(error)
+    name, whole = _words(error)
+    text = clip(whole)
+    for appended in _APPENDED:
+        text = text.partition(appended)[0].rstrip()
     text = printable(redact(" ".join(text.split())))
     if len(text) > LONGEST:
-        text = f"{text[:LONGEST]}… ({len(text) - LONGEST} more characters)"
+        text = f"{text[:LONGEST]}… ({max(len(text), len(whole)) - LONGEST} more characters)"
     return f"{name}: {text}" if text else name
 
 
@@ -102,4 +117,4 @@ def _words(error: BaseException) -> tuple[str, str]:
         text = str(cause)
     except BaseException:  # noqa: BLE001 — the exception is the action's; its `__str__` may do anything
         return name, "(its text cannot be read)"
-    return name, _BACKGROUND.sub("", _STATEMENT.sub("", text))
+    return name, text
