@@ -40,6 +40,9 @@ from app.settings import Settings
 from examples.deal_desk import settings as deal_desk
 
 ROOT = Path(__file__).resolve().parents[2]
+# What is written with this template follows its own conventions: only the template's own files are held to these.
+FLEET = ROOT / "app" / "fleet"
+OURS = ("app/fleet", "alembic/versions/fleet", "benchmarks", "docs", "examples", "k8s", "scripts", "tests")
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 LEVELS = {"debug", "info", "warning", "error"}
@@ -169,7 +172,7 @@ def test_the_example_of_an_environment_has_every_setting_commented_out_with_its_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines = (ROOT / ".env.example").read_text().splitlines()
-    assert all(not line or line.startswith("# ") for line in lines)
+    assert not [line for line in lines if is_setting(f"# {line}")]
     settings = [(above, line[2:]) for above, line in pairwise(lines) if is_setting(line)]
     assert all(above.startswith("# ") and not is_setting(above) for above, _ in settings), "each has a line above it"
 
@@ -184,7 +187,8 @@ def test_the_example_of_an_environment_has_every_setting_commented_out_with_its_
 
 
 def is_setting(line: str) -> bool:
-    return re.match(r"# [A-Z_]+=", line) is not None
+    """Whether it is one of the fleet's; a service may add its own."""
+    return re.match(r"# (FLOTILLA|DATABASE)_[A-Z_]+=", line) is not None
 
 
 @pytest.mark.parametrize("kind", [deal_desk.Desk, deal_desk.World])
@@ -303,7 +307,7 @@ def test_every_metric_says_what_it_means_and_what_to_alert_on() -> None:
 def logged() -> dict[str, tuple[set[str], set[str], bool]]:
     """Every event that the code logs: its levels, its fields, and whether there are some that cannot be read here."""
     found: dict[str, tuple[set[str], set[str], bool]] = {}
-    for path in sorted((ROOT / "app").rglob("*.py")):
+    for path in sorted(FLEET.rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(call, ast.Call) and is_log(call.func)):
                 continue
@@ -328,7 +332,7 @@ def is_log(function: ast.expr) -> bool:
 
 def test_whatever_is_made_to_log_is_called_log() -> None:
     """The test below would not see it otherwise."""
-    for path in sorted((ROOT / "app").rglob("*.py")):
+    for path in sorted(FLEET.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 called = ast.unparse(node.value.func)
@@ -397,12 +401,11 @@ def test_every_exit_code_of_an_error_is_in_the_table() -> None:
 @cache
 def errors() -> tuple[type[FleetError], ...]:
     """The whole tree, wherever its leaves are; those of tests do not count."""
-    for module in pkgutil.walk_packages([str(ROOT / "app")], "app."):
-        if module.name != "app.__main__":
-            importlib.import_module(module.name)
+    for module in pkgutil.walk_packages([str(FLEET)], "app.fleet."):
+        importlib.import_module(module.name)
     found: list[type[FleetError]] = [FleetError]
     for each in found:
-        found += [sub for sub in each.__subclasses__() if sub.__module__.startswith("app.")]
+        found += [sub for sub in each.__subclasses__() if sub.__module__.startswith("app.fleet.")]
     return tuple(dict.fromkeys(found))
 
 
@@ -439,7 +442,7 @@ def test_every_kind_of_problem_has_a_row_with_its_status_and_nothing_else_does()
 def test_every_kind_of_anomaly_that_is_found_is_announced() -> None:
     made = [
         call
-        for path in (ROOT / "app").rglob("*.py")
+        for path in FLEET.rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "Anomaly"
     ]
@@ -468,7 +471,7 @@ def test_a_page_of_the_runbook_says_what_to_see_check_and_do(page: Path) -> None
 
 
 def texts_of_the_code() -> Iterator[str]:
-    for path in sorted((ROOT / "app").rglob("*.py")):
+    for path in sorted(FLEET.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
@@ -525,7 +528,7 @@ def test_every_name_of_a_session_has_its_row() -> None:
     }
     roles = {code.split("/")[2] for code in described if code.count("/") >= 2}
     named = set()
-    for path in sorted((ROOT / "app").rglob("*.py")):
+    for path in sorted(FLEET.rglob("*.py")):
         text = path.read_text()
         named |= set(re.findall(r"flotilla/\{[\w.]+\}/(\w+)", text)) | set(re.findall(r"_application\(f?\"(\w+)", text))
     assert roles == named
@@ -583,11 +586,7 @@ def test_every_command_of_ours_that_is_named_exists() -> None:
 
 
 def modules() -> list[Path]:
-    return [
-        path
-        for folder in ("app", "tests", "alembic", "benchmarks", "examples")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    ]
+    return [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -611,16 +610,18 @@ def test_decisions_are_numbered_without_a_gap() -> None:
 
 @cache
 def texts() -> tuple[tuple[Path, str], ...]:
-    """Every text file of the repository; what git ignores is not of it."""
+    """Every text file of the template; what git ignores is not of it."""
     ignored = [".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())]
 
     def kept(names: list[str]) -> list[str]:
         return sorted(name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in ignored))
 
-    found = []
-    for folder, folders, files in os.walk(ROOT):
-        folders[:] = kept(folders)
-        found += [Path(folder, name) for name in kept(files)]
+    names = kept([path.name for path in ROOT.iterdir() if path.is_file()])
+    found = [ROOT / name for name in names]
+    for own in OURS:
+        for folder, folders, files in os.walk(ROOT / own):
+            folders[:] = kept(folders)
+            found += [Path(folder, name) for name in kept(files)]
     return tuple((path.relative_to(ROOT), path.read_text(errors="replace")) for path in found)
 
 
