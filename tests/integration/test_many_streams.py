@@ -113,6 +113,24 @@ async def test_clients_of_one_run_that_begin_at_different_events_share_a_read(he
     assert len(reads) == 1
 
 
+async def test_clients_that_come_back_with_the_same_number_share_what_they_read(here: Desk) -> None:
+    """As after a deploy: the channel begins where they come back, and what they missed is read for all of them."""
+    hub = here.running.context.stream.hub
+    for _ in range(4):
+        await here.run("noop")
+
+    async def come_back() -> list[feed.Change]:
+        async with hub.follow_feed(3) as follower:
+            await together.wait()
+            return await collect_feed(follower, 3, 9)
+
+    together = asyncio.Barrier(50)
+    with counted(feed, "read") as reads:
+        stories = await asyncio.gather(*(come_back() for _ in range(50)))
+    assert all(story == stories[0] for story in stories)
+    assert len([given for given in reads if given[2] == 3]) == 1
+
+
 async def test_a_client_that_leaves_before_its_stream_begins_takes_nobody_with_it(here: Desk) -> None:
     hub = here.running.context.stream.hub
     run = await here.run("noop")

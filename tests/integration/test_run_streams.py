@@ -18,7 +18,7 @@ from app.fleet.http.auth import make_key
 from app.fleet.http.events import Age
 from app.fleet.http.events import told as told_over_http
 from app.fleet.stream.channel import KEPT_WEIGHT
-from app.fleet.stream.events import HEAVY, Event, Written, append, read_all
+from app.fleet.stream.events import HEAVY, Chapter, Event, Written, append, read_all
 from app.fleet.stream.relay import SPACING
 from tests.integration.test_edge import is_problem
 from tests.support.runs import Desk, desk, soon
@@ -440,7 +440,7 @@ async def test_events_of_runs_from_before_states_were_events_keep_their_order(
 
 
 async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
-    here: Desk, caplog: pytest.LogCaptureFixture
+    here: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, database = here.running.context.stream.hub, here.running.context.database
     pids: list[int] = []
@@ -449,13 +449,15 @@ async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
         active = await here.sql("SELECT pid FROM pg_stat_activity WHERE query LIKE '%pg_sleep(1)' AND state = 'active'")
         return active == [(pid,) for pid in pids] != []
 
-    async def page(_: int) -> list[Written]:
+    async def chapters(_: object) -> dict[int, Chapter]:
         async with database.autocommit() as connection:
             pids.append(connection.info.backend_pid)
             await connection.execute("SELECT pg_sleep(1)")
-        return []
+        return {}
 
-    reading = asyncio.ensure_future(hub._patiently(page)(0))
+    monkeypatch.setattr(hub, "_chapters", chapters)
+    page = hub._patiently(lambda after: hub._catching_up.ask((17, after)))
+    reading = asyncio.ensure_future(page(0))
     await soon(reads)
     # As the framework does it to a stream whose client left: again each time the event loop goes round.
     while not reading.done():
@@ -463,7 +465,7 @@ async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
         await asyncio.sleep(0)
     assert reading.cancelled()
     # What was under way ends by itself, and the next one reads after it.
-    assert await asyncio.wait_for(hub._patiently(page)(0), 20) == []
+    assert await asyncio.wait_for(page(0), 20) == []
     assert pids[0] in {pid for (pid,) in await here.sql("SELECT pid FROM pg_stat_activity")}
     assert [record for record in caplog.records if record.name.startswith("psycopg")] == []
 

@@ -24,9 +24,9 @@ that loses it goes on elsewhere, from the number it has.
 import asyncio
 import contextvars
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import psycopg
 
@@ -67,7 +67,9 @@ Answer = TypeVar("Answer")
 class Joint(Generic[Asked, Answer]):
     """Reads for many callers at once: one read at a time, for up to so many of those that wait when it begins.
 
-    `read` returns the answers that there are; an error that it raises is the answer to all of its callers.
+    `read` returns the answers that there are; an error that it raises is the answer to all of its callers. It runs in a
+    task of its own, which goes on when a caller is cancelled: the framework cancels a stream whose client left again
+    and again until it has ended, and psycopg, which needs a moment to cancel a statement, would lose the connection.
     """
 
     def __init__(self, read: Callable[[Collection[Asked]], Awaitable[Mapping[Asked, Answer]]], at_once: int) -> None:
@@ -118,6 +120,8 @@ class Joint(Generic[Asked, Answer]):
         for each in waiting:
             if not each.done():
                 each.set_exception(error)
+                # Taken note of, in case its caller was cancelled just now.
+                each.exception()
 
 
 class RunChannel(Channel[Written]):
@@ -156,10 +160,11 @@ class Hub(Service):
         self._kept_together = 0
         # A connection each, whatever the number of followers.
         self._reading, self._paging = asyncio.Semaphore(1), asyncio.Semaphore(1)
-        self._pages: set[asyncio.Task[Any]] = set()
         self._beginning = Joint(self._begin_runs, AT_ONCE)
         self._beginning_feed = Joint(self._begin_feed, 1)
         self._naming = Joint(self._read_names, 1)
+        self._catching_up = Joint(self._read_page, 1)
+        self._catching_up_feed = Joint(self._read_feed_page, 1)
 
     @property
     def followed(self) -> int:
@@ -189,7 +194,7 @@ class Hub(Service):
         self._keep(channel)
         self._look(run_id)
         try:
-            yield Following(channel, after, self._patiently(lambda seq: self._page(run_id, seq)))
+            yield Following(channel, after, self._patiently(lambda seq: self._catching_up.ask((run_id, seq))))
         finally:
             channel.followers -= 1
             if channel.followers == 0:
@@ -222,7 +227,7 @@ class Hub(Service):
         channel.followers += 1
         self._look_at_feed()
         try:
-            yield Following(channel, now if after is None else after, self._patiently(self._feed_page))
+            yield Following(channel, now if after is None else after, self._patiently(self._catching_up_feed.ask))
         finally:
             channel.followers -= 1
             if channel.followers == 0:
@@ -238,33 +243,12 @@ class Hub(Service):
         if not self._relay.wanted:
             self._relay.tell_of_followers()
 
-    async def _undisturbed(
-        self, page: Callable[[int], Coroutine[Any, Any, Sequence[Item]]], after: int
-    ) -> Sequence[Item]:
-        """Read a page in a task of its own, which goes on if the follower leaves.
-
-        The framework cancels a stream whose client left, again and again until it has ended. psycopg would lose the
-        connection by that: it needs a moment to cancel a statement.
-        """
-        await self._paging.acquire()
-        reading = asyncio.create_task(page(after), name="hub-page")
-        self._pages.add(reading)
-        reading.add_done_callback(self._page_was_read)
-        return await asyncio.shield(reading)
-
-    def _page_was_read(self, reading: "asyncio.Task[Any]") -> None:
-        self._pages.discard(reading)
-        self._paging.release()
-        if not reading.cancelled():
-            # Taken note of, in case its follower has left.
-            reading.exception()
-
-    def _patiently(self, page: Callable[[int], Coroutine[Any, Any, Sequence[Item]]]) -> Page[Item]:
+    def _patiently(self, page: Callable[[int], Awaitable[Sequence[Item] | None]]) -> Page[Item]:
         """Have a follower that reads from the database wait while it is away, and not fail."""
 
         async def read(after: int) -> Sequence[Item] | None:
             try:
-                return await self._undisturbed(page, after)
+                return await page(after) or []
             except (psycopg.Error, DatabaseError) as error:
                 log.debug("hub.failed", reason=" ".join(str(error).split()))
                 await asyncio.sleep(RETRY)
@@ -311,18 +295,22 @@ class Hub(Service):
             await self._learn(connection)
         return dict.fromkeys(asked)
 
-    async def _page(self, run_id: int, after: int) -> Sequence[Written]:
-        chapter = (await self._chapters({run_id: after})).get(run_id)
-        return chapter.events if chapter else []
+    async def _read_page(self, asked: Collection[tuple[int, int]]) -> dict[tuple[int, int], Sequence[Written]]:
+        found: dict[tuple[int, int], Sequence[Written]] = {}
+        async with self._paging:
+            for run_id, after in asked:
+                if chapter := (await self._chapters({run_id: after})).get(run_id):
+                    found[run_id, after] = chapter.events
+        return found
 
     async def _chapters(self, wanted: Mapping[int, int], most: int = MOST) -> dict[int, Chapter]:
         self.reads += 1
         async with self._database.autocommit() as connection:
             return await read_all(connection, self._database.namespace, wanted, most)
 
-    async def _feed_page(self, after: int) -> Sequence[Batch]:
-        async with self._database.autocommit() as connection:
-            return await self._feed_after(connection, after)
+    async def _read_feed_page(self, asked: Collection[int]) -> dict[int, Sequence[Batch]]:
+        async with self._paging, self._database.autocommit() as connection:
+            return {after: await self._feed_after(connection, after) for after in asked}
 
     async def _feed_after(self, connection: Connection, after: int) -> Sequence[Batch]:
         self.reads += 1
@@ -394,10 +382,13 @@ class Hub(Service):
         ]
 
     async def _stop(self) -> None:
-        for task in (*self._tasks, *self._pages):
+        for task in self._tasks:
             await let_go(task)
-        for joint in (self._beginning, self._beginning_feed, self._naming):
-            await joint.stop()
+        await self._beginning.stop()
+        await self._beginning_feed.stop()
+        await self._naming.stop()
+        await self._catching_up.stop()
+        await self._catching_up_feed.stop()
 
     async def _say_for_ever(self) -> None:
         while True:
