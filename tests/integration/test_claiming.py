@@ -1,6 +1,8 @@
 """A pending run is claimed by one, in the right order, within its action's limits, and only by the living."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,12 +12,13 @@ import pytest
 from app.fleet.cluster.registry import Register
 from app.fleet.db.statements import array
 from app.fleet.engine.actions import Catalogue
-from app.fleet.engine.claim import MANY
+from app.fleet.engine.claim import ALLOWED, CLAIM, MANY
 from app.fleet.engine.ledger import FINISH
 from app.fleet.engine.recovery import TakeBack
 from app.fleet.engine.synchronise import synchronise
+from app.fleet.engine.taking import Row
 from app.fleet.engine.trigger import Order
-from tests.support.table import NAMESPACE, Claiming, declare, table
+from tests.support.table import NAMESPACE, Claimed, Claiming, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -60,6 +63,123 @@ async def test_a_flood_of_one_action_does_not_starve_another(address: str) -> No
         (lone,) = await here.trigger(Order("tick"))
         one = await here.instance("one")
         assert lone in {run.run_id for run in await one.claim(room=10)}
+
+
+LIMITS: list[dict[str, Any]] = [{}, {"concurrency": 1000}, {"rate": "1000/s"}]
+
+
+def names(claimed: Sequence[Claimed], ids: dict[int, str]) -> Counter[str]:
+    return Counter(ids[run.run_id] for run in claimed)
+
+
+@pytest.mark.parametrize("order_by", [None, "a"])
+@pytest.mark.parametrize("limit", LIMITS)
+async def test_a_higher_priority_comes_first_whatever_its_limit_and_in_lines_too(
+    address: str, limit: dict[str, Any], order_by: str | None
+) -> None:
+    async with table(address, declare("flood", priority=-5), declare("urgent", priority=5, **limit)) as here:
+        await here.trigger(*[Order("flood")] * 50)
+        (urgent,) = await here.trigger(Order("urgent", order_by=order_by))
+        one = await here.instance("one")
+        assert [run.run_id for run in await one.claim(room=1)] == [urgent]
+        assert len(await one.claim(room=10)) == 10
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+async def test_within_a_priority_what_waits_longest_comes_first_whatever_its_limit(
+    address: str, limit: dict[str, Any]
+) -> None:
+    now = datetime.now(UTC)
+    async with table(address, declare("free"), declare("limited", **limit)) as here:
+        for sooner, later in (("free", "limited"), ("limited", "free")):
+            first, second = await here.trigger(
+                Order(sooner, run_at=now - timedelta(minutes=9)), Order(later, run_at=now - timedelta(minutes=8))
+            )
+            one = await here.instance(f"before {later}")
+            assert [(await one.claim(room=1))[0].run_id for _ in range(2)] == [first, second]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+async def test_a_flood_of_a_priority_leaves_a_share_to_each_place_and_nothing_to_lower_ones(
+    address: str, limit: dict[str, Any]
+) -> None:
+    actions = [declare("flood", priority=5, **limit), declare("calm", priority=5), declare("low")]
+    async with table(address, *actions) as here:
+        flood = dict.fromkeys(await here.trigger(*[Order("flood")] * 100), "flood")
+        low = dict.fromkeys(await here.trigger(*[Order("low")] * 100), "low")
+        calm = dict.fromkeys(await here.trigger(Order("calm"), Order("calm")), "calm")
+        one = await here.instance("one")
+        assert names(await one.claim(room=10), flood | low | calm) == {"flood": 8, "calm": 2}
+        assert names(await one.claim(room=95), flood | low | calm) == {"flood": 92, "low": 3}
+
+
+async def test_places_without_limits_are_claimed_in_one_statement_whatever_their_priorities(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actions = [declare(f"tick-{number}", priority=number // 2) for number in range(6)]
+    async with table(address, *actions) as here:
+        made = await here.trigger(*[Order(each.name) for each in actions])
+        one = await here.instance("one")
+        genuine, calls = one.claimant._take, []
+
+        async def counted(*args: Any, **options: Any) -> list[Row]:
+            calls.append(args)
+            return await genuine(*args, **options)
+
+        monkeypatch.setattr(one.claimant, "_take", counted)
+        assert {run.run_id for run in await one.claim()} == set(made)
+        assert len(calls) == 1
+
+
+async def test_a_claim_locks_no_more_than_it_takes_and_sorts_no_runs(address: str) -> None:
+    """Its plan in a lane: places in their order, and from each as many as there is room for."""
+    async with table(address, *[declare(f"tick-{number}") for number in range(3)]) as here:
+        one, lane = await here.instance("one"), here.database.lane()
+        await here.trigger(*[Order(f"tick-{number}") for number in range(3)] * 100)
+        values = {"me": one.identity.id, "name": "one", "counted": False, "room": 8, "mosts": "{4,4,4}"}
+        values |= {"actions": array(here.catalogue.ids[::-1]), "priorities": "{0,0,0}", "passed": "{0,0,0}"}
+        values |= {"floors": "{2020-01-01,2020-01-01,2020-01-01}", "timeouts": "{60,60,60}"}
+        async with lane.connection() as connection:
+            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(CLAIM)
+            ((plan,),) = await (await connection.execute(explain, values)).fetchall()
+        await lane.close()
+
+        locks = [node for node in nodes(plan[0]["Plan"]) if node["Node Type"] == "LockRows"]
+        assert sum(node["Actual Rows"] * node["Actual Loops"] for node in locks) == 8 + 1, "the runs, and the instance"
+        claimed = await here.sql("SELECT action_id, count(*) FROM runs WHERE state = 'running' GROUP BY 1 ORDER BY 1")
+        assert claimed == [(here.catalogue.ids[1], 4), (here.catalogue.ids[2], 4)], "in the order of the places"
+
+
+async def test_what_runs_is_not_counted_for_a_rate_alone(address: str) -> None:
+    async with table(address, declare("rated", rate="10/s"), declare("both", rate="10/s", concurrency=5)) as here:
+        looked = []
+        for identifier in here.catalogue.ids:
+            explain = "EXPLAIN (ANALYZE, FORMAT JSON) " + ALLOWED.replace("{schema}", "flotilla").replace(
+                "%(actions)s", "%s"
+            )
+            ((plan,),) = await here.sql(explain, [identifier])
+            looked.append(any(scan["Actual Loops"] > 0 for scan in scans(plan[0]["Plan"], "runs")))
+        assert looked == [False, True]
+
+
+@pytest.mark.parametrize("order_by", [False, True])
+@pytest.mark.parametrize(
+    "text", ["repeat('x', 1000000)", "(SELECT string_agg(md5(n::text), '') FROM generate_series(1, 31250) AS n)"]
+)
+async def test_a_claim_is_bounded_in_bytes_and_leaves_the_rest_to_the_next(
+    address: str, text: str, order_by: bool
+) -> None:
+    """With a megabyte each for payload and checkpoint, compressed or not."""
+    async with table(address, declare()) as here:
+        made = await here.trigger(*[Order("tick", order_by=f"{n}" if order_by else None) for n in range(40)])
+        await here.sql(f"UPDATE runs SET payload = to_json({text}), checkpoint = to_json({text}) RETURNING 1")
+        one = await here.instance("one")
+        claimed = await one.claim(room=500)
+        assert 4 <= len(claimed) <= 9
+        while more := await one.claim(room=500, everywhere=False):
+            assert len(more) <= 9
+            claimed += more
+        assert sorted(run.run_id for run in claimed) == made
 
 
 async def test_a_run_for_later_waits(address: str) -> None:
@@ -306,6 +426,10 @@ async def test_a_completion_finds_its_rows_by_their_ids_even_if_it_was_planned_o
         found = [scan.get("Index Cond") or scan["Recheck Cond"] for scan in scans(plan[0]["Plan"], "runs")]
         assert [condition.partition(" = ANY ")[0] for condition in found] == ["(id"]
         assert "Nested Loop" not in str(plan), "each of the batch is not compared with each of the rows"
+
+
+def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    return [plan] + [node for part in plan.get("Plans", []) for node in nodes(part)]
 
 
 def scans(plan: dict[str, Any], relation: str) -> list[dict[str, Any]]:

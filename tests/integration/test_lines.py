@@ -505,7 +505,7 @@ async def blocks(here: Table, statement: str) -> int:
     action_id = here.catalogue.id_of("tick")
     if statement is claim.CLAIM:
         values |= {"actions": array([action_id]), "priorities": "{0}", "floors": "{2020-01-01}", "mosts": "{5}"}
-        values |= {"timeouts": "{60}", "room": 5}
+        values |= {"timeouts": "{60}", "room": 5, "passed": "{0}"}
     else:
         values |= {"action": action_id, "timeout": 60.0, "after": "", "wrapped": False, "start": "", "keys": ["a", "b"]}
         values |= {"looks": lines.LOOKS, "most": 100}

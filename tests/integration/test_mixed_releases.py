@@ -42,7 +42,7 @@ async def claim_as_if_there_were_no_lines(one: Claiming) -> list[int]:
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
     values = {"me": one.identity.id, "name": one.identity.name, "room": 4, "counted": False}
     values |= {"actions": array([action_id, action_id]), "priorities": array([0, LINES]), "mosts": "{4,4}"}
-    values |= {"floors": array([long_ago, long_ago]), "timeouts": "{60,60}"}
+    values |= {"passed": "{0,0}", "floors": array([long_ago, long_ago]), "timeouts": "{60,60}"}
     async with one.table.database.autocommit() as connection:
         rows = await (await connection.execute(NAMESPACE.sql(CLAIM), values)).fetchall()
     return [row[0] for row in rows]

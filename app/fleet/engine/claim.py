@@ -28,6 +28,12 @@ and which is ours, is what the lookout last saw; where that is wrong, somebody's
 Runs in lines wait at a place of their own, and are claimed by a statement of their own (`lines.py`), under the same
 three conditions.
 
+One order holds for all of them, limited or not, in lines or not: the highest priority first, and within a priority the
+place where a run waits longest. Places of one priority have equal shares of a claim; a lower priority has what all
+places of the higher ones have left.
+
+A claim has `HEAVY` bytes of payloads and checkpoints at the most (`taking.py`); what it had to leave is claimed next.
+
 Lock order: instance, actions by id, runs.
 """
 
@@ -38,6 +44,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import psycopg
@@ -49,17 +56,20 @@ from app.fleet.db.statements import array
 from app.fleet.engine import lines
 from app.fleet.engine.actions import Action, Catalogue
 from app.fleet.engine.lines import LINES, Ring
-from app.fleet.engine.taking import ACTION, ME, PRIORITY, RUN_AT, Row, row, taken
+from app.fleet.engine.taking import ACTION, FOUND, ME, PICKED, PRIORITY, RUN_AT, WEIGHT, Row, row, taken
 
+# In the order of the places, and no further than there is room: the ORDER BY is that of the rows as they come, so that
+# nothing is sorted and no more is locked. `passed` says how many a place before this one has taken of the same runs.
 CLAIM = f"""
 WITH {ME}, places AS (
     SELECT *
     FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(floors)s::timestamptz[], %(mosts)s::int[],
-                %(timeouts)s::float8[]) WITH ORDINALITY AS p (action_id, priority, floor, most, timeout, place)
-), picked AS MATERIALIZED (
-    SELECT r.id
-    FROM me, places AS p, LATERAL (
-        SELECT id
+                %(passed)s::int[], %(timeouts)s::float8[])
+         WITH ORDINALITY AS p (action_id, priority, floor, most, passed, timeout, place)
+), found AS MATERIALIZED (
+    SELECT r.id, r.weight
+    FROM (SELECT * FROM places ORDER BY place) AS p, LATERAL (
+        SELECT id, {WEIGHT} AS weight
         FROM {{schema}}.runs
         WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
           AND run_at >= p.floor AND run_at <= statement_timestamp()
@@ -67,14 +77,16 @@ WITH {ME}, places AS (
         LIMIT coalesce((
             SELECT p.most
             FROM {{schema}}.actions AS a
-            WHERE a.id = p.action_id AND a.paused_at IS NULL
+            WHERE a.id = p.action_id AND a.paused_at IS NULL AND EXISTS (SELECT FROM me)
               AND (%(counted)s OR (a.concurrency IS NULL AND a.rate_interval IS NULL))
         ), 0)
+        OFFSET p.passed
         FOR UPDATE SKIP LOCKED
     ) AS r
+    ORDER BY p.place
     LIMIT %(room)s
-), {taken("p.timeout", "FROM places AS p", "p.action_id = r.action_id AND p.priority = r.priority")}
-SELECT {row()} FROM claimed
+), {PICKED}, {taken("p.timeout", "FROM places AS p", "p.action_id = r.action_id AND p.priority = r.priority")}
+SELECT {row()}, (SELECT many FROM total) FROM claimed
 """
 
 # Those that somebody else is claiming right now are left out; there will be another time.
@@ -87,9 +99,9 @@ SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO 
 ALLOWED = """
 SELECT a.id,
        coalesce(least(
-           a.concurrency - (
+           CASE WHEN a.concurrency IS NOT NULL THEN a.concurrency - (
                SELECT count(*) FROM {schema}.runs AS r WHERE r.action_id = a.id AND r.state = 'running'
-           ),
+           ) END,
            floor(
                a.rate_burst
                - extract(epoch FROM greatest(a.rate_used_until, statement_timestamp()) - statement_timestamp())
@@ -156,12 +168,18 @@ class Spot:
     ring: Ring | None = None
 
 
+# What is due: a place, and what is known of it.
+Due: TypeAlias = tuple[Place, Spot]
+
+
 class Wanted(NamedTuple):
     """A place to claim from, and how many at the most."""
 
     place: Place
     spot: Spot
     most: int
+    # After as many, which the same claim has wanted of it already.
+    passed: int = 0
 
 
 @dataclass
@@ -253,7 +271,7 @@ class Ready:
             if place[0] == action_id:
                 spot.due = now if spot.ring is None else max(now, spot.ring.rests_until)
 
-    def due(self, now: float, most: int = 1000) -> list[tuple[Place, Spot]]:
+    def due(self, now: float, most: int = 1000) -> list[Due]:
         """Where to look now: the highest priority first, then, by the second, whoever waits longest.
 
         Beyond that by chance, so that instances which look in the same moment look at different places.
@@ -323,21 +341,16 @@ class Claimant:
         # Of the claim that is under way: places where nothing is due now, but something is later.
         self._later: list[Place] = []
 
-    async def claim(
-        self, connection: Connection, me: Identity, due: Sequence[tuple[Place, Spot]], room: int, now: float
-    ) -> list[Row]:
+    async def claim(self, connection: Connection, me: Identity, due: Sequence[Due], room: int, now: float) -> list[Row]:
         """Take what is due at these places, as much as there is room for."""
         rows: list[Row] = []
         self._later = []
         try:
-            for part in self._in_turn(due):
-                limited = [each for each in part if self._is_limited(each[0][0])]
-                free = [each for each in part if not self._is_limited(each[0][0])]
-                if free and len(rows) < room:
-                    wanted = shares(free, room - len(rows))
-                    rows += await self._take(connection, me, wanted, room - len(rows), now, counted=False)
-                if limited and len(rows) < room:
-                    rows += await self._take_limited(connection, me, first_of_each(limited), room - len(rows), now)
+            groups = self._groups(due)
+            for number, group in enumerate(groups, 1):
+                take = self._take_level if self._is_mixed(group) else self._take_free
+                if len(rows) < room:
+                    await take(connection, me, group, room, now, rows, last=number == len(groups))
             if self._later:
                 await self._ask_for_next(connection, self._later, now)
         except psycopg.Error:
@@ -346,15 +359,81 @@ class Claimant:
                 raise
         return rows
 
-    def _in_turn(self, due: Sequence[tuple[Place, Spot]]) -> Sequence[Sequence[tuple[Place, Spot]]]:
-        """Part lines from the rest, which are claimed by other statements; the higher priority first, or in turn."""
-        lined = [each for each in due if each[1].ring is not None]
-        if not lined or len(lined) == len(due):
+    def _groups(self, due: Sequence[Due]) -> list[Sequence[Due]]:
+        """Part places, highest priority first, into as few groups as keep that order.
+
+        One statement takes from places of any priorities, as long as they are neither limited nor lines. A priority
+        that has one of those is a group of its own.
+        """
+        mixed = {spot.priority for place, spot in due if self._is_special(place, spot)}
+        if not mixed:
             return [due]
-        plain = [each for each in due if each[1].ring is None]
-        self._lines_first = not self._lines_first
-        ahead = max(spot.priority for _, spot in lined) - max(spot.priority for _, spot in plain)
-        return [lined, plain] if ahead > 0 or (ahead == 0 and self._lines_first) else [plain, lined]
+        groups: list[Sequence[Due]] = []
+        for _, group in groupby(due, key=lambda each: each[1].priority if each[1].priority in mixed else None):
+            groups.append([*group])
+        return groups
+
+    async def _take_free(
+        self,
+        connection: Connection,
+        me: Identity,
+        group: Sequence[Due],
+        room: int,
+        now: float,
+        rows: list[Row],
+        *,
+        last: bool,
+    ) -> None:
+        left = room - len(rows)
+        rows += await self._take(connection, me, shares(group, left, last=last), left, now, counted=False)
+
+    async def _take_level(
+        self,
+        connection: Connection,
+        me: Identity,
+        level: Sequence[Due],
+        room: int,
+        now: float,
+        rows: list[Row],
+        *,
+        last: bool,
+    ) -> None:
+        """Take from places of one priority, which are of several kinds, each kind by its own statement.
+
+        Lines and other places take turns at being first, and have all the room then. Among either, each place has the
+        same share; what the others leave of theirs goes to this priority first, and then to lower ones.
+        """
+        parts = self._in_turn(level)
+        for part in parts:
+            kinds = self._kinds(part)
+            share = -(-(room - len(rows)) // len(part))
+            for most in (share,) if last and part is parts[-1] else (share, room):
+                for number, (limited, kind) in enumerate(kinds):
+                    left = room - len(rows)
+                    if left <= 0 or not kind:
+                        continue
+                    wanted = [Wanted(place, spot, min(most, left)) for place, spot in kind]
+                    take = self._take_limited if limited else self._take
+                    taken = await take(connection, me, wanted, left, now, counted=limited)
+                    rows += taken
+                    many = Counter(row[ACTION] for row in taken)
+                    kinds[number] = (limited, [each for each in kind if many[each[0][0]] >= share])
+
+    def _in_turn(self, level: Sequence[Due]) -> list[Sequence[Due]]:
+        """Part lines from the rest, which are claimed by other statements."""
+        parts: list[Sequence[Due]] = [
+            [each for each in level if (each[1].ring is not None) is lined] for lined in (True, False)
+        ]
+        if all(parts):
+            self._lines_first = not self._lines_first
+        return [part for part in (parts if self._lines_first else parts[::-1]) if part]
+
+    def _kinds(self, part: Sequence[Due]) -> list[tuple[bool, Sequence[Due]]]:
+        """Part limited places from others: first those among which a run waits longest."""
+        kinds: dict[bool, list[Due]] = {}
+        for each in part:
+            kinds.setdefault(self._is_limited(each[0][0]), []).append(each)
+        return sorted(kinds.items(), key=lambda kind: min(spot.floor for _, spot in kind[1]))
 
     async def prepare(self, connection: Connection, me: Identity) -> None:
         """Have the claim planned before there is anything to claim."""
@@ -374,6 +453,7 @@ class Claimant:
             "priorities": array(each.place[1] for each in wanted),
             "floors": array(each.spot.floor for each in wanted),
             "mosts": array(each.most for each in wanted),
+            "passed": array(each.passed for each in wanted),
             "timeouts": array(self._action(each.place[0]).timeout for each in wanted),
             "room": room,
             "counted": counted,
@@ -385,7 +465,8 @@ class Claimant:
                 rows = await cursor.fetchall()
         finally:
             told = self.ready.end()
-        self._learn(wanted, rows, len(rows) >= room, asked_at, told)
+        cut_short = len(rows) >= room or (len(rows) > 0 and rows[0][FOUND] > len(rows))
+        self._learn(wanted, rows, cut_short, asked_at, told)
         return rows
 
     def _learn(
@@ -400,7 +481,7 @@ class Claimant:
         found: dict[Place, list[datetime]] = {}
         for each in rows:
             found.setdefault((each[ACTION], each[PRIORITY]), []).append(each[RUN_AT])
-        for place, spot, most in wanted:
+        for place, (spot, most) in {each.place: (each.spot, each.most) for each in wanted}.items():
             instants = found.get(place, [])
             if not cut_short and len(instants) < most:
                 self.ready.exhausted(place, asked_at, told.get(place))
@@ -414,7 +495,7 @@ class Claimant:
     ) -> list[Row]:
         """Take the heads of lines, of one action after another."""
         rows: list[Row] = []
-        for place, spot, most in wanted:
+        for place, spot, most, _ in wanted:
             left = min(most, room - len(rows))
             if left <= 0:
                 break
@@ -471,10 +552,10 @@ class Claimant:
         return found.rows
 
     async def _take_limited(
-        self, connection: Connection, me: Identity, places: Sequence[tuple[Place, Spot]], room: int, now: float
+        self, connection: Connection, me: Identity, wanted: Sequence[Wanted], room: int, now: float, *, counted: bool
     ) -> list[Row]:
         """Take from actions whose limits the whole cluster shares; one claim of an action at a time."""
-        by_action = {place[0]: (place, spot) for place, spot in places}
+        by_action = {each.place[0]: each for each in wanted}
         rows: list[Row] = []
         async with connection.transaction():
             await connection.execute(SHORT)
@@ -483,15 +564,18 @@ class Claimant:
             answer = await connection.execute(self._sql(ALLOWED), {"actions": held})
             allowed = {identifier: (most, wait) for identifier, most, wait in await answer.fetchall()}
             open_ = [identifier for identifier in by_action if identifier in allowed and allowed[identifier][0] > 0]
-            wanted = [Wanted(*by_action[identifier], min(room, allowed[identifier][0])) for identifier in open_]
-            if wanted:
-                rows = await self._take(connection, me, wanted, room, now, counted=True)
+            within = [
+                by_action[identifier]._replace(most=min(by_action[identifier].most, allowed[identifier][0]))
+                for identifier in open_
+            ]
+            if within:
+                rows = await self._take(connection, me, within, room, now, counted=counted)
                 started = [sum(each[ACTION] == identifier for each in rows) for identifier in open_]
                 await connection.execute(self._sql(USE_RATE), {"actions": open_, "started": started})
-        for identifier, (place, _) in by_action.items():
+        for identifier, each in by_action.items():
             most, wait = allowed.get(identifier, (0, CONTENDED))
             if most <= 0:
-                self.ready.wait(place, now + (BLOCKED if wait is None else min(max(wait, 0.001), BLOCKED)))
+                self.ready.wait(each.place, now + (BLOCKED if wait is None else min(max(wait, 0.001), BLOCKED)))
         return rows
 
     async def _ask_for_next(self, connection: Connection, places: Sequence[Place], now: float) -> None:
@@ -500,6 +584,12 @@ class Claimant:
         found = {(row[0], row[1]): row[2] for row in rows}
         for place in places:
             self.ready.next_is(place, found.get(place), now)
+
+    def _is_mixed(self, group: Sequence[Due]) -> bool:
+        return any(self._is_special(place, spot) for place, spot in group)
+
+    def _is_special(self, place: Place, spot: Spot) -> bool:
+        return spot.ring is not None or self._is_limited(place[0])
 
     def _is_limited(self, identifier: int) -> bool:
         return identifier in self.limited or self._action(identifier).limited
@@ -510,15 +600,17 @@ class Claimant:
         return action
 
 
-def shares(places: Sequence[tuple[Place, Spot]], room: int) -> list[Wanted]:
-    """Give each place of one priority the same share, so that a flood of one action does not starve the others."""
-    sizes = Counter(place[1] for place, _ in places)
-    return [Wanted(place, spot, -(-room // sizes[place[1]])) for place, spot in places]
+def shares(places: Sequence[Due], room: int, *, last: bool) -> list[Wanted]:
+    """Give each place of one priority the same share, so that a flood of one action does not starve the others.
 
-
-def first_of_each(places: Sequence[tuple[Place, Spot]]) -> list[tuple[Place, Spot]]:
-    """Keep the first place of each action: its limit is one, whatever the priorities."""
-    first: dict[int, tuple[Place, Spot]] = {}
-    for each in places:
-        first.setdefault(each[0][0], each)
-    return list(first.values())
+    What they leave of it goes to the same priority, and then to lower ones: so they are asked twice, for their share
+    and then for more. Not the lowest priority, if it is the last: the next claim goes on there.
+    """
+    levels = [[*level] for _, level in groupby(places, key=lambda each: each[1].priority)]
+    wanted = []
+    for number, level in enumerate(levels, 1):
+        share = -(-room // len(level))
+        wanted += [Wanted(place, spot, share) for place, spot in level]
+        if len(level) > 1 and not (last and number == len(levels)):
+            wanted += [Wanted(place, spot, room, share) for place, spot in level]
+    return wanted

@@ -45,7 +45,7 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.db.run_states import is_pending
-from app.fleet.engine.taking import KEY, ME, Row, row, taken
+from app.fleet.engine.taking import KEY, ME, PICKED, WEIGHT, Row, row, taken
 
 # More than priorities can differ.
 APART = 10_000
@@ -137,19 +137,19 @@ WITH RECURSIVE {ME}, open AS MATERIALIZED (
     UNION ALL
     -- Not one that was met as well: it would take the room of two.
     SELECT CASE WHEN free THEN id END, later FROM ended WHERE id NOT IN (SELECT head FROM line WHERE head IS NOT NULL)
-), picked AS MATERIALIZED (
-    SELECT r.id
+), found AS MATERIALIZED (
+    SELECT r.id, r.weight
     FROM heads AS h, LATERAL (
-        SELECT id
+        SELECT id, {WEIGHT} AS weight
         FROM {{schema}}.runs
         WHERE id = h.head AND {is_pending("runs")} AND run_at <= statement_timestamp()
         FOR UPDATE SKIP LOCKED
     ) AS r
     LIMIT %(most)s
-), {taken("%(timeout)s::float8")}
+), {PICKED}, {taken("%(timeout)s::float8")}
 SELECT came.*, c.*
 FROM (
-    SELECT key, wrapped, looked, found, (SELECT min(later) FROM heads) AS later
+    SELECT key, wrapped, looked, found, (SELECT min(later) FROM heads) AS later, (SELECT many FROM total) AS ready
     FROM line
     ORDER BY looked DESC
     LIMIT 1
@@ -157,7 +157,7 @@ FROM (
 LEFT JOIN (SELECT {row(f"priority + {APART}")} FROM claimed) AS c ON true
 """
 # How many columns stand before those of a run.
-CAME = 5
+CAME = 6
 
 
 @dataclass
@@ -236,8 +236,13 @@ async def claim(
         raise
     if not rows:
         return None
-    ring.after, ring.wrapped, looked, found, later = rows[0][:CAME]
+    after, wrapped, looked, found, later, ready = rows[0][:CAME]
     claimed = [each[CAME:] for each in rows if each[CAME] is not None]
+    if ready > len(claimed):
+        # They were too heavy for one claim: the next one looks at the same lines.
+        ring.ask(asked)
+        return Found(claimed, complete=False, rest=0.0, later=None)
+    ring.after, ring.wrapped = after, wrapped
     if len(claimed) == most:
         # There was no room for all.
         ring.ask(set(asked).difference([each[KEY] for each in claimed]))

@@ -1,8 +1,9 @@
 """How a run is taken: pending becomes running, here, with a token nobody had before.
 
-Every claim has three parts: who claims (`ME`), which runs (a CTE called `picked` with their ids, locked), and this,
-which is the same for all (`taken`). Who claims is locked FOR KEY SHARE in the same statement: whoever declares an
-instance gone locks its row FOR UPDATE, so a claim is either seen by that death or finds nobody to claim for.
+Every claim has four parts: who claims (`ME`), which runs are found (a CTE called `found` with their ids, locked), how
+many of them are not too heavy for one claim (`PICKED`), and this, which is the same for all (`taken`). Who claims is
+locked FOR KEY SHARE in the same statement: whoever declares an instance gone locks its row FOR UPDATE, so a claim is
+either seen by that death or finds nobody to claim for.
 """
 
 from typing import Any, TypeAlias
@@ -37,6 +38,36 @@ def row(priority: str = "priority") -> str:
        checkpoint::text, events, order_key, cancel_requested_at IS NOT NULL, run_at"""
 
 
+# The payloads and checkpoints of one claim, in bytes: one statement has them all, and its answer is read at once.
+HEAVY = 16 * 1024 * 1024
+# Of a compressed value, only the stored size is known without reading it. It is rarely a hundredth of the value's.
+COMPRESSED = 100
+
+
+def weight(column: str) -> str:
+    return f"""coalesce(pg_column_size({column})
+                 * CASE WHEN pg_column_compression({column}) IS NULL THEN 1 ELSE {COMPRESSED} END, 0)"""
+
+
+# Of a run: about how many bytes it adds to a claim.
+WEIGHT = f"{weight('payload')} + {weight('checkpoint')}"
+
+# Of the CTE `found` with `id` and `weight`, as many as a claim may have; the first one always. Usually that is all of
+# them, and then no sum is made for each.
+PICKED = f"""total AS MATERIALIZED (
+    SELECT count(*) AS many, sum(weight) AS weight FROM found
+), picked AS MATERIALIZED (
+    SELECT id
+    FROM found
+    WHERE (SELECT weight FROM total) <= {HEAVY}
+    UNION ALL
+    SELECT id
+    FROM (SELECT id, sum(weight) OVER (ROWS UNBOUNDED PRECEDING) - weight AS before FROM found) AS f
+    WHERE (SELECT weight FROM total) > {HEAVY} AND before < {HEAVY}
+)"""
+
 WIDTH = 13
 # Where these stand in it.
 ACTION, PRIORITY, KEY, RUN_AT = 1, 6, 12, WIDTH + 1
+# How many runs were found; more than were taken, if they were too heavy together.
+FOUND = WIDTH + 2
