@@ -17,17 +17,36 @@ from app.fleet.cluster.registry import Register, Session
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace
+from app.fleet.db.tables import instance_ids, instance_numbers, metadata, once_tokens
 from app.fleet.errors import DatabaseError
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.redaction import redact
 
 CLOCK_TOLERANCE = 2.0
+MISSING_SHOWN = 5
 
-PRIVILEGES = """
-SELECT has_schema_privilege('{channel}', 'USAGE'),
-       has_schema_privilege('{channel}', 'CREATE'),
-       has_table_privilege('{schema}.instances', 'SELECT, INSERT, UPDATE, DELETE'),
-       has_table_privilege('{schema}.leader_turn', 'UPDATE')
+MAY_MIGRATE = "SELECT has_schema_privilege('{channel}', 'CREATE')"
+
+# Each privilege by itself: a list of them in one call asks for any.
+MISSING = """
+SELECT 'USAGE on the schema'
+WHERE NOT has_schema_privilege('{channel}', 'USAGE')
+UNION ALL
+SELECT p.privilege || ' on ' || c.relname
+FROM pg_catalog.pg_class AS c
+CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p (privilege)
+WHERE c.relnamespace = '{channel}'::regnamespace AND c.relname = ANY(%(tables)s)
+  AND NOT has_table_privilege(c.oid, p.privilege)
+UNION ALL
+SELECT 'UPDATE on leader_turn'
+FROM pg_catalog.pg_class AS c
+WHERE c.relnamespace = '{channel}'::regnamespace AND c.relname = 'leader_turn'
+  AND NOT has_table_privilege(c.oid, 'UPDATE')
+UNION ALL
+SELECT 'USAGE on ' || c.relname
+FROM pg_catalog.pg_class AS c
+WHERE c.relnamespace = '{channel}'::regnamespace AND c.relname = ANY(%(sequences)s)
+  AND NOT has_sequence_privilege(c.oid, 'USAGE')
 """
 
 
@@ -62,7 +81,7 @@ def examine(settings: FleetSettings) -> list[Finding]:
                 findings += check(session, namespace, settings)
     except psycopg.Error as error:
         findings.append(Finding(Level.PROBLEM, "database", str(preflight.translate(error, addresses))))
-    return [*findings, *check_pooler(addresses)]
+    return [*findings, *check_route(addresses)]
 
 
 def check_settings(settings: FleetSettings) -> Iterator[Finding]:
@@ -120,13 +139,19 @@ def check_privileges(session: Session, namespace: Namespace, _: FleetSettings) -
         else:
             yield Finding(Level.OK, "privileges", "enough to make the schema")
         return
-    row = session.execute(namespace.sql(PRIVILEGES)).fetchone()
-    assert row is not None
-    names = ("USAGE on the schema", "CREATE on the schema", "DML on instances", "UPDATE on leader_turn")
-    missing = [name for name, granted in zip(names, row, strict=True) if not granted and "CREATE" not in name]
+    names = {
+        "tables": [table.name for table in metadata.tables.values()],
+        "sequences": [sequence.name for sequence in (instance_ids, instance_numbers, once_tokens)],
+    }
+    missing = [name for (name,) in session.execute(namespace.sql(MISSING), names)]
     if missing:
-        yield Finding(Level.PROBLEM, "privileges", f"this role lacks {', '.join(missing)}: see docs/guides/deploy.md")
-    elif not row[1]:
+        more = f" and {len(missing) - MISSING_SHOWN} more" if len(missing) > MISSING_SHOWN else ""
+        yield Finding(
+            Level.PROBLEM,
+            "privileges",
+            f"this role lacks {', '.join(missing[:MISSING_SHOWN])}{more}: see docs/guides/deploy.md",
+        )
+    elif session.execute(namespace.sql(MAY_MIGRATE)).fetchone() == (False,):
         yield Finding(Level.OK, "privileges", "enough to run, not to migrate (least privilege)")
     else:
         yield Finding(Level.OK, "privileges", "enough to run and to migrate")
@@ -151,16 +176,29 @@ def check_budget(session: Session, namespace: Namespace, settings: FleetSettings
     )
 
 
-def check_pooler(addresses: dsn.Addresses) -> Iterator[Finding]:
-    """Say what stands between the pool and PostgreSQL; here a pooler is welcome."""
-    if not addresses.pooled:
-        return
+def check_route(addresses: dsn.Addresses) -> Iterator[Finding]:
+    """Look at what lies between the pool and PostgreSQL; here a pooler is welcome."""
     try:
-        with psycopg.connect(addresses.pool, autocommit=True, prepare_threshold=None) as connection:
-            row = connection.execute("SELECT pg_backend_pid()").fetchone()
-            through = row is not None and row[0] != connection.info.backend_pid
-    except psycopg.Error as error:
-        yield Finding(Level.PROBLEM, "pooler", f"DATABASE_URL does not answer: {' '.join(str(error).split())}")
+        route = preflight.check_pool(addresses)
+    except DatabaseError as error:
+        yield Finding(Level.PROBLEM, "pool", str(error))
         return
-    detail = "DATABASE_URL leads through a pooler, DATABASE_DIRECT_URL around it"
-    yield Finding(Level.OK, "pooler", detail if through else "none: both addresses lead to PostgreSQL itself")
+    if addresses.pooled:
+        detail = "DATABASE_URL leads through a pooler, DATABASE_DIRECT_URL around it"
+        without = "none: both addresses lead to PostgreSQL itself"
+        yield Finding(Level.OK, "pooler", detail if route.through_pooler else without)
+    yield Finding(
+        Level.OK,
+        "isolation",
+        f"the default is {route.default_isolation}"
+        + ("" if route.default_isolation == "read committed" else "; the fleet's own sessions set read committed"),
+    )
+    for place in route.unencrypted:
+        yield Finding(
+            Level.WARNING,
+            "encryption",
+            f"{place} is another machine, reached without TLS: the password and all data can be read on the way; add "
+            f"sslmode=verify-full to the address",
+        )
+    if not route.unencrypted:
+        yield Finding(Level.OK, "encryption", "the database is on this machine, or reached with TLS")

@@ -9,6 +9,8 @@
     │   ├── DatabaseTooOld              older than PostgreSQL 14
     │   ├── DatabaseReadOnly            a standby, or a demoted primary
     │   ├── DirectConnectionRequired    a pooler stands where a direct session is needed
+    │   ├── DatabasesDiffer             the two addresses lead to different databases
+    │   ├── IsolationUnsupported        the pooler's sessions are not READ COMMITTED
     │   ├── SchemaForeign               the namespace's schema belongs to something else
     │   ├── SchemaOutdated              migrations are missing
     │   └── EmbeddedUnavailable         the development database cannot be started
@@ -87,6 +89,14 @@ class DatabaseReadOnly(DatabaseError):
 
 
 class DirectConnectionRequired(DatabaseError):
+    pass
+
+
+class DatabasesDiffer(DatabaseError):
+    pass
+
+
+class IsolationUnsupported(DatabaseError):
     pass
 
 

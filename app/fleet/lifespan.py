@@ -92,6 +92,9 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     catalogue = Catalogue.load(settings.actions)
     addresses = await asyncio.to_thread(dsn.resolve, settings)
     await asyncio.to_thread(preflight.check_direct, addresses)
+    route = await asyncio.to_thread(preflight.check_pool, addresses)
+    for place in route.unencrypted:
+        log.warning("database.unencrypted", database=place)
 
     database = Database(settings, addresses, namespace)
     services.append(database)

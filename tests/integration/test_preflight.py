@@ -1,6 +1,9 @@
 """A database nobody could be safe on is refused before anything is written, with what to do about it."""
 
 import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import psycopg
 import pytest
@@ -9,15 +12,18 @@ from app.fleet.db import dsn, preflight
 from app.fleet.doctor import Level, examine
 from app.fleet.errors import (
     DatabaseReadOnly,
+    DatabasesDiffer,
     DatabaseTooOld,
     DatabaseUnreachable,
     DirectConnectionRequired,
+    IsolationUnsupported,
     SettingsError,
 )
 from app.settings import Settings
 from tests.support.old_postgres import OldPostgres
 from tests.support.pgbouncer import pgbouncer
 from tests.support.postgres import Postgres, free_port, server
+from tests.support.proxy import Proxy
 from tests.support.runs import soon
 from tests.support.service import Running, service
 
@@ -112,6 +118,89 @@ async def test_behind_pgbouncer_with_a_direct_address_beside_it_an_instance_serv
         assert "1 living instances may open 2 of" in details["connection budget"], "the pool's are the pooler's"
 
 
+# -- two addresses, one database --------------------------------------------------------------------------------------
+
+
+def route(address: str, direct: str | None = None) -> preflight.Route:
+    return preflight.check_pool(dsn.resolve(Settings.load(database_url=address, database_direct_url=direct)))
+
+
+def test_two_addresses_of_one_database_are_fine(address: str, postgres: Postgres) -> None:
+    name = address.rpartition("/")[2]
+    assert not route(address).through_pooler
+    assert not route(f"postgresql://postgres@localhost:{postgres.port}/{name}", address).through_pooler
+    with pgbouncer(postgres) as port:
+        assert route(f"postgresql://postgres@127.0.0.1:{port}/{name}", address).through_pooler
+
+
+def test_addresses_of_two_databases_or_two_servers_are_refused(
+    address: str, postgres: Postgres, own_postgres: Postgres
+) -> None:
+    for other in (postgres.address_of(), own_postgres.address_of(), a_copy(address, own_postgres)):
+        with pytest.raises(DatabasesDiffer, match="lead to different databases"):
+            route(other, address)
+    with pytest.raises(DatabaseUnreachable, match='database "nowhere" does not exist'):
+        route(postgres.address_of("nowhere"), address)
+
+
+def a_copy(address: str, own_postgres: Postgres) -> str:
+    """Make a database of the same name, with the same tables, on another server."""
+    name = address.rpartition("/")[2]
+    like = own_postgres.new_migrated_database().rpartition("/")[2]
+    with own_postgres.session() as session:
+        session.execute(f'ALTER DATABASE "{like}" RENAME TO "{name}"')
+    return own_postgres.address_of(name)
+
+
+@pytest.mark.anyio
+async def test_an_instance_whose_pool_comes_to_lead_elsewhere_serves_nothing_until_it_leads_back(
+    address: str, postgres: Postgres, own_postgres: Postgres, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a failover that moved one of the two addresses. Nothing is written to the wrong database."""
+    copy = a_copy(address, own_postgres)
+    with Proxy(("127.0.0.1", postgres.port)) as proxy:
+        through = f"postgresql://postgres@127.0.0.1:{proxy.port}/{address.rpartition('/')[2]}"
+        async with service(through, database_direct_url=address) as running:
+            assert (await running.client.get("/trial/database")).status_code == 200
+            proxy.target = ("127.0.0.1", own_postgres.port)
+            proxy.cut()
+            await until(lambda: "pool.elsewhere" in caplog.messages)
+            for _ in range(5):
+                assert (await running.client.get("/trial/database")).status_code == 503
+            assert running.context.member.holds()
+            proxy.target = ("127.0.0.1", postgres.port)
+            proxy.cut()
+            await until(lambda: running.context.database.healthy)
+            assert (await running.client.get("/trial/database")).status_code == 200
+    with psycopg.connect(copy) as session:
+        assert session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 — a state that nothing announces
+            await asyncio.sleep(0.02)
+
+
+def test_a_pooler_whose_sessions_are_not_read_committed_is_refused(address: str, postgres: Postgres) -> None:
+    name = address.rpartition("/")[2]
+    with psycopg.connect(address, autocommit=True) as session:
+        session.execute(f"ALTER DATABASE \"{name}\" SET default_transaction_isolation = 'repeatable read'")
+    assert route(address).default_isolation == "repeatable read", "and the fleet's own sessions set another"
+    with pgbouncer(postgres) as port, pytest.raises(IsolationUnsupported, match="ALTER ROLE"):
+        route(f"postgresql://postgres@127.0.0.1:{port}/{name}", address)
+
+
+@pytest.mark.parametrize(
+    ("host", "tls", "unencrypted"),
+    [("", False, False), ("127.0.0.1", False, False), ("::1", False, False), ("10.1.2.3", True, False),
+     ("10.1.2.3", False, True), ("2001:db8::5", False, True)],
+)  # fmt: skip
+def test_a_database_on_another_machine_needs_tls(host: str, tls: bool, unencrypted: bool) -> None:
+    connection: Any = SimpleNamespace(info=SimpleNamespace(hostaddr=host), pgconn=SimpleNamespace(ssl_in_use=tls))
+    assert preflight.crosses_unencrypted(connection) is unencrypted
+
+
 # -- the doctor -------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +213,8 @@ async def test_the_doctor_finds_nothing_wrong_with_a_running_service(address: st
     async with service(address):
         found = await asyncio.to_thread(findings, address)
     assert found.pop("api keys") is Level.WARNING
-    assert set(found) == {"settings", "database", "schema", "clock", "privileges", "connection budget"}
+    checked = {"settings", "database", "schema", "clock", "privileges", "connection budget", "isolation", "encryption"}
+    assert set(found) == checked
     assert set(found.values()) == {Level.OK}
 
 
@@ -162,6 +252,33 @@ def test_the_doctor_reports_an_unreachable_database_and_goes_no_further() -> Non
 async def leader_of(running: Running) -> str | None:
     leader: str | None = (await running.client.get("/health/instances")).json()["leader"]
     return leader
+
+
+@pytest.mark.parametrize("privilege", ["SELECT", "INSERT", "UPDATE", "DELETE", "USAGE"])
+def test_the_doctor_misses_each_single_privilege(address: str, postgres: Postgres, privilege: str) -> None:
+    """A role that may only read is not enough to run."""
+    role = f"lacking_{address.rpartition('_')[2]}"
+    taken = "SEQUENCE flotilla.once_tokens" if privilege == "USAGE" else "flotilla.runs"
+    steps = (
+        f"CREATE ROLE {role} LOGIN",
+        f"GRANT USAGE ON SCHEMA flotilla TO {role}",
+        f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA flotilla TO {role}",
+        f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA flotilla TO {role}",
+        f"REVOKE {privilege} ON {taken} FROM {role}",
+    )
+    with psycopg.connect(address, autocommit=True) as session:
+        for step in steps:
+            session.execute(step)
+    try:
+        own = postgres.address_of(address.rpartition("/")[2], user=role)
+        found = {each.subject: each for each in examine(Settings.load(database_url=own))}
+        assert found["privileges"].level is Level.PROBLEM
+        what = "once_tokens" if privilege == "USAGE" else "runs"
+        assert f"lacks {privilege} on {what}" in found["privileges"].detail
+    finally:
+        with psycopg.connect(address, autocommit=True) as session:
+            session.execute(f"DROP OWNED BY {role}")
+            session.execute(f"DROP ROLE {role}")
 
 
 @pytest.mark.anyio

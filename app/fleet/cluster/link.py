@@ -33,6 +33,7 @@ from typing import Any
 import psycopg
 
 from app.fleet.cluster.registry import Identity, Register, Registration, Session
+from app.fleet.db import preflight
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.errors import FleetError
 from app.fleet.telemetry.logs import events
@@ -103,6 +104,7 @@ class Link:
         self._saying: deque[Future[None]] = deque()
         self._identity: Identity | None = None
         self._backend_pid = 0
+        self._mark: int | None = None
         self._trusted_until = 0.0
         self._ahead: float | None = None
         self._drain_told = False
@@ -115,6 +117,11 @@ class Link:
     @property
     def identity(self) -> Identity | None:
         return self._identity
+
+    @property
+    def mark(self) -> int | None:
+        """The number of an advisory lock that only the link's present session has; None while there is none."""
+        return self._mark if self.holds() else None
 
     def holds(self) -> bool:
         """Whether this instance may act as holder of anything right now."""
@@ -190,6 +197,9 @@ class Link:
         if self._identity is not None:
             # So that pg_stat_activity says whose session it is.
             session.execute("SELECT set_config('application_name', %s, false)", [self._application(self._identity)])
+        mark = preflight.new_mark()
+        session.execute(preflight.TAKE_MARK, [mark])
+        self._mark = mark
         self._backend_pid = session.info.backend_pid
         self._trusted_until = sent + PATIENCE
         if not self._joined.done() and self._identity is not None:

@@ -110,6 +110,8 @@ class Member(Service):
             on_beat=self._beaten,
         )
         self._link = Link(addresses.direct, self._register, wanted, callbacks, running=self._count)
+        database.compare_with(lambda: self._link.mark)
+        self.on_linked(database.compare)
         self._leader = Leader(addresses.direct, self._register, self._link, self._elected)
 
     # -- for the rooms above, before the start ------------------------------------------------------------------------

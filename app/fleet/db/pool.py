@@ -12,6 +12,8 @@ it is asked four times a second; after that the pool grows at once.
     half-open connections                          the link gives up first and tells; TCP timers end the rest
     every connection is out                        `PoolTimeout` after `POOL_TIMEOUT`; no suspicion: it is only busy
     the database stays away                        a request fails within a second with `DatabaseAway`, not later
+    it leads to another database than the link     the same, until both lead to one: the link's session has an advisory
+                                                   lock, and each new connection looks whether that is taken
 
 What was borrowed comes back. `_borrow` is the only way out and `give_back` the only way in. A connection is entered in
 `_out` before anything can be cancelled, and it returns in a task of its own, which no cancellation of its borrower
@@ -34,6 +36,7 @@ happen. It is never repeated here.
 """
 
 import asyncio
+import enum
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -51,6 +54,7 @@ from sqlalchemy.pool import NullPool
 
 from app.fleet.db.dsn import READ_COMMITTED, Addresses, pool_application, with_options
 from app.fleet.db.namespace import Namespace
+from app.fleet.db.preflight import MARK_IS_FREE
 from app.fleet.errors import DatabaseUnreachable
 from app.fleet.service import Service, let_go
 from app.fleet.settings import FleetSettings
@@ -74,6 +78,7 @@ RETURN_PATIENCE = 2.0
 IDLE_IN_TRANSACTION = 30.0
 # Beyond the SQLSTATE classes 08 (connection) and 57P (shutdown): read-only means a demoted primary.
 READ_ONLY = "25006"
+ELSEWHERE = "DATABASE_URL leads to another database than the link's session"
 
 log = events(__name__)
 
@@ -102,6 +107,14 @@ class PooledConnection(psycopg.AsyncConnection[TupleRow]):
             super().add_notice_handler(callback)
 
 
+class Probe(enum.Enum):
+    """What the database answers after an outage."""
+
+    AWAY = enum.auto()
+    ELSEWHERE = enum.auto()
+    FIT = enum.auto()
+
+
 class DatabaseAway(DatabaseUnreachable):
     """The database does not answer right now; the pool is waiting for it to come back."""
 
@@ -119,16 +132,6 @@ def shows_an_outage(error: BaseException) -> bool:
 DURABLE = """
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
 """
-
-
-async def make_durable(connection: Connection) -> None:
-    await connection.execute(DURABLE)
-    await connection.commit()
-
-
-async def begin_read_committed(connection: Connection) -> None:
-    """Have every BEGIN name its isolation level: through a pooler, nothing can be set for a session."""
-    await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
 
 # A lane's statements are planned once, when the tables may be small, and then used while they grow: each has an index
@@ -220,6 +223,8 @@ class Database(Service):
         self._in_sessions: set[PooledConnection] = set()
         self._sessions_waiting = 0
         self._sessions_refused = 0
+        self._link_mark: Callable[[], int | None] = lambda: None
+        self._comparing: set[asyncio.Task[None]] = set()
         self._returning: set[asyncio.Task[None]] = set()
         self._most_waiting = settings.pool_max * 20
         self._pool: AsyncConnectionPool[PooledConnection] = AsyncConnectionPool(
@@ -234,7 +239,7 @@ class Database(Service):
             # Beyond this, waiting longer would not help anyone: refuse, so that the client goes elsewhere.
             max_waiting=self._most_waiting,
             max_lifetime=900,
-            configure=begin_read_committed if addresses.pooled else make_durable,
+            configure=self._configure,
             # Give up quickly: the supervisor knows better than a backoff when to try again.
             reconnect_timeout=0.2,
         )
@@ -323,6 +328,16 @@ class Database(Service):
             self._healthy.clear()
             self._suspected.set()
 
+    def compare_with(self, link_mark: Callable[[], int | None]) -> None:
+        """From now on, each new connection must lead to the database where the link's session has this lock."""
+        self._link_mark = link_mark
+
+    def compare(self) -> None:
+        """Compare in the background: the link is up, at first or again."""
+        comparing = asyncio.create_task(self._compare(), name="pool-compare")
+        self._comparing.add(comparing)
+        comparing.add_done_callback(self._comparing.discard)
+
     def figures(self) -> dict[str, int]:
         """Return psycopg_pool's own counts, with those who wait for a session."""
         figures = Counter(self._pool.get_stats())
@@ -342,7 +357,8 @@ class Database(Service):
         self._supervisor = asyncio.create_task(self._supervise(), name="pool-supervisor")
 
     async def _stop(self) -> None:
-        await let_go(self._supervisor)
+        for task in (self._supervisor, *self._comparing):
+            await let_go(task)
         await self.engine.dispose()
         await asyncio.gather(*self._returning, return_exceptions=True)
         await self._pool.close(timeout=2)
@@ -365,7 +381,12 @@ class Database(Service):
             await self._suspected.wait()
             since = asyncio.get_running_loop().time()
             await self._pool.drain()
-            while not await self._answers():  # noqa: ASYNC110 — the database announces nothing
+            elsewhere = 0
+            while (answer := await self._probe()) is not Probe.FIT:
+                # Once may be a link that is breaking at this very moment.
+                elsewhere += answer is Probe.ELSEWHERE
+                if elsewhere == 2:
+                    log.error("pool.elsewhere")
                 await asyncio.sleep(PROBE_EVERY)
             # Connections opened while it was away may lead to the wrong host, or nowhere.
             await self._pool.drain()
@@ -374,13 +395,46 @@ class Database(Service):
             self._healthy.set()
             log.info("pool.recovered", seconds=round(asyncio.get_running_loop().time() - since, 2))
 
-    async def _answers(self) -> bool:
+    async def _probe(self) -> "Probe":
         try:
-            async with await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True) as probe:
+            async with await psycopg.AsyncConnection.connect(
+                self._conninfo, autocommit=True, prepare_threshold=None
+            ) as probe:
                 row = await (await probe.execute("SHOW transaction_read_only")).fetchone()
-                return row == ("off",)
+                if row != ("off",):
+                    return Probe.AWAY
+                return Probe.ELSEWHERE if await self._leads_elsewhere(probe) else Probe.FIT
         except psycopg.Error:
+            return Probe.AWAY
+
+    async def _leads_elsewhere(self, connection: Connection) -> bool:
+        """Whether the lock of the link's session is free where this connection leads."""
+        mark = self._link_mark()
+        if mark is None:
             return False
+        row = await (await connection.execute(MARK_IS_FREE, [mark])).fetchone()
+        # By now, the link may have broken, and another session have another lock.
+        return row == (True,) and self._link_mark() == mark
+
+    async def _configure(self, connection: Connection) -> None:
+        """Prepare a new connection of the pool; raise if it leads elsewhere."""
+        if self.pooled:
+            # Through a pooler, nothing can be set for a session: every BEGIN names its isolation level.
+            await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+        else:
+            await connection.execute(DURABLE)
+        elsewhere = await self._leads_elsewhere(connection)
+        await connection.commit()
+        if elsewhere:
+            self.suspect(ELSEWHERE)
+            raise DatabaseAway(ELSEWHERE)
+
+    async def _compare(self) -> None:
+        # If it does not answer now, the supervisor compares when it does.
+        with suppress(psycopg.Error, DatabaseAway):
+            async with self.autocommit() as connection:
+                if await self._leads_elsewhere(connection):
+                    self.suspect(ELSEWHERE)
 
     def _told(self, addresses: Addresses) -> str:
         """Set for each connection what the fleet relies on, whatever the server's, database's or role's defaults are.

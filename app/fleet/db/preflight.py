@@ -2,21 +2,51 @@
 
 A pooler in front of the direct address is recognised by the process id it reports at connect, which is not the one of
 the backend that answers: in transaction mode every session lock and LISTEN would be lost between two statements.
+
+That the pool's address and the direct one lead to the same database is seen from a lock: a session of one takes an
+advisory lock of a random number, and a session of the other cannot get it. Any role may do that, and no copy of the
+database has the lock.
 """
 
+import ipaddress
+import secrets
+from dataclasses import dataclass, replace
+
 import psycopg
+from psycopg.rows import TupleRow, tuple_row
 
 from app.fleet.db import dsn
 from app.fleet.errors import (
     DatabaseError,
     DatabaseReadOnly,
+    DatabasesDiffer,
     DatabaseTooOld,
     DatabaseUnreachable,
     DirectConnectionRequired,
+    IsolationUnsupported,
 )
 from app.fleet.telemetry.redaction import redact
 
 OLDEST = 14
+
+TAKE_MARK = "SELECT pg_advisory_lock(%s)"
+# Free in every other database, and taken for no longer than this statement.
+MARK_IS_FREE = "SELECT pg_try_advisory_xact_lock(%s)"
+
+
+def new_mark() -> int:
+    """Draw the number of an advisory lock that no other session has. The fleet's other locks are pairs of numbers."""
+    return secrets.randbits(62)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the pool's address leads to PostgreSQL."""
+
+    through_pooler: bool
+    default_isolation: str
+    # Where a password and all data cross a network without TLS.
+    unencrypted: tuple[str, ...]
 
 
 def check_direct(addresses: dsn.Addresses) -> None:
@@ -40,6 +70,54 @@ def check_direct(addresses: dsn.Addresses) -> None:
                 raise read_only(addresses)
     except psycopg.Error as error:
         raise translate(error, addresses) from error
+
+
+def check_pool(addresses: dsn.Addresses) -> Route:
+    """Raise unless both addresses lead to the same database, and the pool's sessions can be READ COMMITTED."""
+    try:
+        with connect(addresses.direct) as direct:
+            mark = new_mark()
+            direct.execute(TAKE_MARK, [mark])
+            return check_route(addresses, direct, mark)
+    except psycopg.Error as error:
+        raise translate(error, addresses) from error
+
+
+def check_route(addresses: dsn.Addresses, direct: psycopg.Connection[TupleRow], mark: int) -> Route:
+    try:
+        with connect(addresses.pool) as pool:
+            if pool.execute(MARK_IS_FREE, [mark]).fetchone() == (True,):
+                raise DatabasesDiffer(
+                    f"DATABASE_URL ({dsn.place(addresses.pool)}) and DATABASE_DIRECT_URL ({addresses.place}) lead to "
+                    f"different databases, or to different servers of one address: locks taken in one would guard "
+                    f"nothing in the other. Let both lead to the same primary and database"
+                )
+            row = pool.execute("SELECT current_setting('default_transaction_isolation'), pg_backend_pid()").fetchone()
+            assert row is not None
+            isolation, pid = row
+            if addresses.pooled and isolation != "read committed":
+                raise IsolationUnsupported(
+                    f"sessions behind {dsn.place(addresses.pool)} have default_transaction_isolation = '{isolation}', "
+                    f"and through a pooler Flotilla cannot set it: ALTER ROLE … SET default_transaction_isolation = "
+                    f"'read committed', and let the pooler open new sessions"
+                )
+            names = {dsn.place(addresses.pool): pool, addresses.place: direct}
+            unencrypted = tuple(name for name, connection in names.items() if crosses_unencrypted(connection))
+            return Route(pid != pool.info.backend_pid, isolation, unencrypted)
+    except psycopg.Error as error:
+        raise translate(error, replace(addresses, direct=addresses.pool)) from error
+
+
+def connect(address: str) -> psycopg.Connection[TupleRow]:
+    return psycopg.connect(
+        address, application_name="flotilla preflight", autocommit=True, prepare_threshold=None, row_factory=tuple_row
+    )
+
+
+def crosses_unencrypted(connection: psycopg.Connection[TupleRow]) -> bool:
+    """Whether it leaves this machine without TLS."""
+    address = connection.info.hostaddr
+    return bool(address) and not ipaddress.ip_address(address).is_loopback and not connection.pgconn.ssl_in_use
 
 
 def translate(error: psycopg.Error, addresses: dsn.Addresses) -> DatabaseError:
