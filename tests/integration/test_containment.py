@@ -158,3 +158,34 @@ async def test_each_failed_attempt_is_a_line_and_a_cause_has_one_traceback(
     assert {each["where"].rpartition(":")[0] for each in fields} == {trial_faults.__file__}
     assert {each["reason"] for each in fields} == {"ValueError: a\\x00b"}
     assert [record.exc_info is not None for record in lines] == [True, False, False, False, False]
+
+
+WAYS_TO_WRITE = {
+    "ends": ("nap", {"seconds": 0.3}, "succeeded"),
+    "fails": ("fall", {"seconds": 0.3}, "failed"),
+    "emits": ("chatter", {"count": 5, "pause": 0.1}, "succeeded"),
+    "takes-checkpoints": ("walk", {"steps": 3}, "succeeded"),
+}
+
+
+@pytest.mark.parametrize("lock", ["UPDATE", "KEY SHARE"])
+@pytest.mark.parametrize("how", WAYS_TO_WRITE)
+async def test_a_transaction_that_holds_the_row_of_a_run_delays_that_run_alone(
+    here: Desk, address: str, how: str, lock: str
+) -> None:
+    name, payload, state = WAYS_TO_WRITE[how]
+    attempt = await here.attempt(await here.trigger(name, payload))
+    async with await psycopg.AsyncConnection.connect(address) as holder:
+        await holder.execute(f"SELECT FROM flotilla.runs WHERE id = {attempt.id} FOR {lock}")
+        if how in {"ends", "fails"}:
+            await soon(lambda: here.sql("SELECT 1 WHERE %s", attempt.recorded))
+        for _ in range(2):
+            other = await here.run("walk", {"steps": 3, "seconds": 0.05})
+            assert (other.state, other.attempt) == ("succeeded", 1)
+        await holder.rollback()
+    run = await here.ended(attempt.id)
+    assert run.state == state
+    assert not here.engine.executor.ledger.fenced, "no write was taken for one of an old token"
+    said = await here.sql("SELECT seq FROM run_events WHERE run_id = %s AND kind <> 'state' ORDER BY seq", attempt.id)
+    assert [seq for (seq,) in said] == list(range(3, 3 + len(said)))
+    await all_slots_are_free(here)

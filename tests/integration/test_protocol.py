@@ -119,7 +119,8 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
 
         def write_return(self, claimed: list[tuple[int, int]], pause: bool) -> None:
             values = written(claimed) | {
-                "delays": [None if pause else 0.0] * len(claimed),
+                "pauses": [pause] * len(claimed),
+                "delays": [0.0] * len(claimed),
                 "errors": [None] * len(claimed),
             }
             back = {row[0] for row in do(execute(GIVE_BACK, values))}

@@ -190,6 +190,12 @@ async def brief(run: Run) -> str:
     return "said"
 
 
+@action("fall", retries=1, retry_delay="10ms")
+async def fall(run: Run) -> None:
+    await asyncio.sleep(run.payload.get("seconds", 0))
+    raise ValueError("it fell")
+
+
 @action("meddle", retries=0)
 async def meddle(_: Run) -> str:
     """Write through the handle of another attempt, which the test has put there."""

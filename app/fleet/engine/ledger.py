@@ -10,6 +10,10 @@ is written at once, a flood in batches of `BATCH`. In each round it writes, in t
 A round takes a fair share of events from each run that has any, and holds back the ends of those runs alone that have
 more. So a run that emits without end delays nobody else: it fills its own `UNWRITTEN_MOST` and waits in `emit`.
 
+Every statement locks its rows first, and skips those that another transaction has locked: one that is guarded by the
+run, or a user's own. What was skipped stays with the ledger and is written `HELD_FOR` later. So a transaction that
+stays open delays the run whose row it holds, and no other.
+
 Every statement asks for `(id, token)` and the state `running`. A row that is not found was taken over: that write is
 refused, counted, and whoever still works on the run is stopped. Unless it is our own write come back: when a
 connection breaks under a statement, nobody knows whether it happened, so it is sent again, and what is missing then
@@ -60,6 +64,8 @@ WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 
 BATCH = 1000
 RETRY = 0.1
+# How long a run whose row another transaction has locked is left alone.
+HELD_FOR = 0.25
 AFTER_DEFECT = 1.0
 # Events of one run in a batch, before the next run's turn.
 SHARE = 10
@@ -79,28 +85,43 @@ TOO_MUCH = "54"
 
 log = events(__name__)
 
+
 # Here and below, a row is looked for by its id and nothing else, whatever the planner thinks of the table just then:
 # while it is empty, walking through an index of it seems to cost nothing, and under a snapshot that is a long walk.
 # Hence `= ANY` beside the join, and `is_running`, which leads into no partial index.
-FINISH = f"""
-WITH ended AS (
+def finish(held: str) -> str:
+    """Return the statement that ends runs; `held` says what becomes of rows that another transaction has locked."""
+    return f"""
+WITH own AS MATERIALIZED (
+    SELECT r.id FROM {{schema}}.runs AS r WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()} FOR UPDATE {held}
+), ended AS (
     SELECT *
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
          AS e (id, token, state, result, error)
 ), gone AS (
     DELETE FROM {{schema}}.runs AS r
     USING ended AS e
-    WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = e.id AND r.token = e.token AND {is_running()}
+    WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = e.id AND r.token = e.token AND {is_running()}
     RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
 ), noted AS (
     {NOTE_ENDED}
 )
 {INSERT_FINISHED}"""
 
+
+FINISH = finish("SKIP LOCKED")
+# In the transaction of the run's effects, which is the caller's own: it waits for another one that the run guards.
+COMPLETE = finish("") + "RETURNING id"
+
 # Back to `pending`. A retry waits for its delay, or as its action says; a pause goes on where it was, as if it had not
 # been claimed.
 GIVE_BACK = f"""
-WITH back AS (
+WITH own AS MATERIALIZED (
+    SELECT r.id
+    FROM {{schema}}.runs AS r
+    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()}
+    FOR NO KEY UPDATE SKIP LOCKED
+), back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending',
         run_at = CASE
@@ -113,7 +134,7 @@ WITH back AS (
         deadline_at = NULL
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(pauses)s::bool[], %(delays)s::float8[], %(errors)s::text[])
          AS b (id, token, paused, delay, error)
-    WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = b.id AND r.token = b.token AND {is_running()}
+    WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = b.id AND r.token = b.token AND {is_running()}
     RETURNING {stream.KEPT}, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
 ), written AS (
     {stream.write_down("back")}
@@ -126,10 +147,16 @@ SELECT id FROM back, (SELECT count(*) FROM told) AS t
 """
 
 CHECKPOINT = f"""
+WITH own AS MATERIALIZED (
+    SELECT r.id
+    FROM {{schema}}.runs AS r
+    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()}
+    FOR NO KEY UPDATE SKIP LOCKED
+)
 UPDATE {{schema}}.runs AS r
 SET checkpoint = c.state::json
 FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[]) AS c (id, token, state)
-WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = c.id AND r.token = c.token AND {is_running()}
+WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = c.id AND r.token = c.token AND {is_running()}
 RETURNING r.id, r.token
 """
 
@@ -143,11 +170,12 @@ WHERE EXISTS (SELECT FROM {schema}.finished_runs AS f WHERE f.id = w.id AND f.to
    ))
 """
 
-# Of which of these it was we who wrote the events, in a statement whose answer was lost: nobody else has the token.
-SAID_BEFORE = f"""
-SELECT r.id
+# Which of these still run with the very token we had, and how many events each has: their rows were skipped; or we
+# have written their events, in a statement whose answer was lost.
+STILL_OURS = f"""
+SELECT r.id, r.events
 FROM {{schema}}.runs AS r
-JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[], %(counts)s::int[]) AS w (id, token, events) USING (id, token, events)
+JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token) USING (id, token)
 WHERE r.id = ANY (%(ids)s) AND {is_running()}
 """
 
@@ -174,13 +202,14 @@ class Returned(NamedTuple):
     error: str | None
 
 
-AnyEnd = TypeVar("AnyEnd", Ended, Returned)
-
-
 class Kept(NamedTuple):
     run: Run[Any]
     state: str
     done: "asyncio.Future[None]"
+
+
+AnyEnd = TypeVar("AnyEnd", Ended, Returned)
+AnyWrite = TypeVar("AnyWrite", Ended, Returned, Kept)
 
 
 class Ledger:
@@ -208,6 +237,8 @@ class Ledger:
         self._kept: list[Kept] = []
         # Each run's unwritten events. The run whose turn comes last is last.
         self._events: dict[Run[Any], deque[stream.Event]] = {}
+        # Runs whose rows another transaction has locked, for the moment.
+        self._held: set[Run[Any]] = set()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -282,7 +313,7 @@ class Ledger:
         result = None if run.result is None else as_json(run.result, "the result", STATE_MOST)
         values = {"ids": [run.id], "tokens": [run.token], "states": None, "results": [result], "errors": None}
         # Asked for the id, because SQLAlchemy does not tell how many rows a statement without any changed.
-        if not await fetch(session, self._sql(FINISH + "RETURNING id"), values):
+        if not await fetch(session, self._sql(COMPLETE), values):
             self.refuse(run, "commit")
             raise fenced(run)
 
@@ -310,7 +341,7 @@ class Ledger:
         while self._busy():
             self._work.set()
             await self._idle.wait()
-            await asyncio.sleep(0)
+            await asyncio.sleep(RETRY if self._held else 0)
 
     async def _until_round_ends(self) -> None:
         self._work.set()
@@ -340,30 +371,38 @@ class Ledger:
 
     async def _write_round(self) -> None:
         said = self._share_of_events()
-        kept, self._kept = self._kept[:BATCH], self._kept[BATCH:]
+        kept, self._kept = self._writable(self._kept, self._held)
         # A run's events are all written before its end: it said them before it ended.
-        returned, self._returned = self._without_events(self._returned)
-        ended, self._ended = self._without_events(self._ended)
+        waiting = self._held.union(self._events) if self._events or self._held else self._held
+        returned, self._returned = self._writable(self._returned, waiting)
+        ended, self._ended = self._writable(self._ended, waiting)
         if said:
             await self._persist(said, self._append)
-            for run, event in said:
-                run.said -= 1
-                run.said_weight -= event.weight
         if kept:
             await self._persist(kept, self._keep)
         if returned:
             await self._persist(returned, self._give_back)
         if ended:
             await self._persist(ended, self._finish)
-        if self._events or self._ended or self._returned or self._kept:
+        if self._has_more():
             self._work.set()
+
+    def _has_more(self) -> bool:
+        """Whether there is something that can be written now."""
+        queued = (self._ended, self._returned, self._kept)
+        if not self._held:
+            return bool(self._events) or any(queued)
+        return not self._held.issuperset(self._events) or any(
+            each.run not in self._held for queue in queued for each in queue
+        )
 
     def _share_of_events(self) -> list[tuple[Run[Any], stream.Event]]:
         """Take the next batch of events: as many of each run as the batch has room for, a few at a time."""
         said: list[tuple[Run[Any], stream.Event]] = []
         weight = 0
-        while self._events and len(said) < BATCH and weight < BATCH_WEIGHT:
-            run = next(iter(self._events))
+        turns = deque(run for run in self._events if run not in self._held)
+        while turns and len(said) < BATCH and weight < BATCH_WEIGHT:
+            run = turns.popleft()
             unwritten = self._events.pop(run)
             for _ in range(min(len(unwritten), SHARE)):
                 event = unwritten.popleft()
@@ -371,15 +410,29 @@ class Ledger:
                 said.append((run, event))
             if unwritten:
                 self._events[run] = unwritten
+                turns.append(run)
         return said
 
-    def _without_events(self, ends: list[AnyEnd]) -> tuple[list[AnyEnd], list[AnyEnd]]:
-        """Part those that may be written in this round from those that wait: for their run's events, or for room."""
-        if not self._events:
-            return ends[:BATCH], ends[BATCH:]
-        ready = [each for each in ends if each.run not in self._events][:BATCH]
-        now = {each.run for each in ready}
-        return ready, [each for each in ends if each.run not in now]
+    def _writable(self, queue: list[AnyWrite], waiting: "set[Run[Any]]") -> tuple[list[AnyWrite], list[AnyWrite]]:
+        """Part what may be written in this round from what waits: for its run, or for room."""
+        if not waiting:
+            return queue[:BATCH], queue[BATCH:]
+        now: list[AnyWrite] = []
+        later: list[AnyWrite] = []
+        for each in queue:
+            (now if len(now) < BATCH and each.run not in waiting else later).append(each)
+        return now, later
+
+    def _hold(self, runs: Sequence[Run[Any]]) -> None:
+        """Leave what these have to write for a moment: their rows are locked."""
+        if runs:
+            assert self._loop is not None
+            self._held.update(runs)
+            self._loop.call_later(HELD_FOR, self._release, runs)
+
+    def _release(self, runs: Sequence[Run[Any]]) -> None:
+        self._held.difference_update(runs)
+        self._work.set()
 
     async def _persist(self, batch: Sequence[Any], write: Callable[..., Coroutine[Any, Any, None]]) -> None:
         """Write a batch, for as long as it takes."""
@@ -421,28 +474,36 @@ class Ledger:
         elif isinstance(item, Ended | Returned):
             # Its deadline is what is left to end it.
             self._settled([run])
+        else:
+            self._written(run, [item[1]])
 
     # -- the statements -----------------------------------------------------------------------------------------------
 
     async def _append(
         self, connection: Connection, batch: Sequence[tuple[Run[Any], stream.Event]], again: bool
     ) -> None:
-        said = Counter(run for run, _ in batch)
+        said: dict[Run[Any], list[stream.Event]] = {}
+        for run, event in batch:
+            said.setdefault(run, []).append(event)
         given = [event._replace(before=run.events) for run, event in batch]
         stale = await stream.append(connection, self._database.namespace, given)
-        refused = [run for run in said if (run.id, run.token) in stale]
-        if again and refused:
-            values = {
-                "ids": [run.id for run in refused],
-                "tokens": [run.token for run in refused],
-                "counts": [run.events + said[run] for run in refused],
-            }
-            rows = await (await connection.execute(self._sql(SAID_BEFORE), values)).fetchall()
-            refused = [run for run in refused if (run.id,) not in rows]
-        for run in refused:
-            self.refuse(run, "event")
-        for run, many in said.items():
-            run.events += many
+        left = [run for run in said if (run.id, run.token) in stale]
+        counts = await self._still_ours(connection, left) if left else {}
+        held = []
+        for run in left:
+            if counts.get(run.id) == run.events:
+                held.append(run)
+                self._events.setdefault(run, deque()).extendleft(reversed(said.pop(run)))
+            elif not again or counts.get(run.id) != run.events + len(said[run]):
+                self.refuse(run, "event")
+        self._hold(held)
+        for run, written in said.items():
+            run.events += len(written)
+            self._written(run, written)
+
+    def _written(self, run: Run[Any], written: Sequence[stream.Event]) -> None:
+        run.said -= len(written)
+        run.said_weight -= sum(event.weight for event in written)
 
     async def _keep(self, connection: Connection, batch: Sequence[Kept], _again: bool) -> None:
         # The last one of a run counts: a statement may touch a row only once.
@@ -453,7 +514,14 @@ class Ledger:
             "states": list(latest.values()),
         }
         written = set(await (await connection.execute(self._sql(CHECKPOINT), values)).fetchall())
+        left = [each.run for each in batch if (each.run.id, each.run.token) not in written]
+        ours = await self._still_ours(connection, left) if left else {}
+        held = [each for each in batch if each.run.id in ours]
+        self._kept[:0] = held
+        self._hold([each.run for each in held])
         for each in batch:
+            if each.run.id in ours:
+                continue
             stale = (each.run.id, each.run.token) not in written
             if stale:
                 self.refuse(each.run, "checkpoint")
@@ -473,12 +541,12 @@ class Ledger:
             "errors": [each.error for each in batch],
         }
         rows = await (await connection.execute(self._sql(GIVE_BACK), values)).fetchall()
-        runs = [each.run for each in batch]
-        refused: set[int] = set()
         if len(rows) < len(batch):
-            refused = await self._sort_out(connection, runs, {row[0] for row in rows}, returned=again)
-        self.outcomes.update("paused" if each.paused else "retried" for each in batch if each.run.id not in refused)
-        self._settled(runs)
+            written = {row[0] for row in rows}
+            batch, held = await self._sort_out(connection, batch, written, returned=again)
+            self._returned[:0] = held
+        self.outcomes.update("paused" if each.paused else "retried" for each in batch)
+        self._settled([each.run for each in batch])
 
     async def _finish(self, connection: Connection, batch: Sequence[Ended], _again: bool) -> None:
         runs = [each.run for each in batch]
@@ -500,8 +568,9 @@ class Ledger:
             values["errors"] = [each.error for each in batch]
         cursor = await connection.execute(self._sql(FINISH), values)
         if cursor.rowcount < len(batch):
-            refused = await self._sort_out(connection, runs, set(), returned=False)
-            batch = [each for each in batch if each.run.id not in refused]
+            batch, held = await self._sort_out(connection, batch, set(), returned=False)
+            self._ended[:0] = held
+            runs = [each.run for each in batch]
         if plain:
             self.outcomes["succeeded"] += len(batch)
         else:
@@ -509,20 +578,31 @@ class Ledger:
         self._settled(runs)
 
     async def _sort_out(
-        self, connection: Connection, runs: Sequence[Run[Any]], written: set[int], *, returned: bool
-    ) -> set[int]:
-        """Some were not there any more: ended by us in a statement whose answer was lost, or taken over.
+        self, connection: Connection, batch: Sequence[AnyEnd], written: set[int], *, returned: bool
+    ) -> tuple[list[AnyEnd], list[AnyEnd]]:
+        """Return those that are written, and those whose rows are locked. The others were taken over.
 
-        Returns those that were taken over.
+        Some were not written by this statement: they are locked, were taken over, or we ended them in an earlier one
+        whose answer was lost.
         """
-        missing = {run.id: run for run in runs if run.id not in written}
-        values = {"ids": list(missing), "tokens": [run.token for run in missing.values()], "returned": returned}
+        missing = {each.run.id: each for each in batch if each.run.id not in written}
+        values = {"ids": list(missing), "tokens": [each.run.token for each in missing.values()], "returned": returned}
+        # In this order: what is not ended yet when it is asked for may be, when the second statement looks.
+        ours = await self._still_ours(connection, [each.run for each in missing.values()])
         rows = await (await connection.execute(self._sql(CONFIRM), values)).fetchall()
-        for row in rows:
-            del missing[row[0]]
-        for run in missing.values():
+        done = written | {row[0] for row in rows}
+        held = [each for each in missing.values() if each.run.id in ours and each.run.id not in done]
+        self._hold([each.run for each in held])
+        refused = [each.run for each in missing.values() if each.run.id not in done and each.run.id not in ours]
+        for run in refused:
             self.refuse(run, "completion", stop=False)
-        return set(missing)
+        self._settled(refused)
+        return [each for each in batch if each.run.id in done], held
+
+    async def _still_ours(self, connection: Connection, runs: Sequence[Run[Any]]) -> dict[int, int]:
+        """Return how many events each of these has that still runs with its token."""
+        values = {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]}
+        return dict(await (await connection.execute(self._sql(STILL_OURS), values)).fetchall())
 
     def refuse(self, run: Run[Any], what: str, *, stop: bool = True) -> None:
         """Count a write that came too late; its run is somebody else's."""

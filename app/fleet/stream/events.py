@@ -8,7 +8,8 @@
 
 What it says is appended in batches, each in one statement, which first moves the counter in the run's own row, and only
 for a run that still carries the token. That is the fence, and the lock on the row keeps two batches from drawing one
-number. A run that is fenced draws none, and none of its events is written. It moves the counter from where whoever runs
+number. A run that is fenced draws none, and none of its events is written; nor does one whose row another transaction
+has locked, until that ends. It moves the counter from where whoever runs
 it knows it to be; a batch that is sent once more, because its answer was lost, finds it moved.
 
 Its changes of state draw their numbers from the same counter, in the very statements that change it, so they cannot
@@ -62,6 +63,11 @@ WITH given AS (
     SELECT *, row_number() OVER (PARTITION BY run_id ORDER BY place) AS nth
     FROM unnest(%(run_ids)s::int8[], %(tokens)s::int8[], %(kinds)s::text[], %(data)s::text[], %(befores)s::int[])
          WITH ORDINALITY AS e (run_id, token, kind, data, before, place)
+), own AS MATERIALIZED (
+    SELECT r.id
+    FROM {{schema}}.runs AS r
+    WHERE r.id = ANY (%(run_ids)s::int8[]) AND {is_running()}
+    FOR NO KEY UPDATE SKIP LOCKED
 ), counted AS (
     UPDATE {{schema}}.runs AS r
     SET events = r.events + g.many,
@@ -72,7 +78,7 @@ WITH given AS (
         FROM given
         GROUP BY run_id, token
     ) AS g
-    WHERE r.id = ANY (%(run_ids)s::int8[]) AND r.id = g.run_id AND r.token = g.token AND {is_running()}
+    WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = g.run_id AND r.token = g.token AND {is_running()}
       AND r.events = coalesce(g.before, r.events)
     RETURNING r.id, r.token, r.events - g.many AS before
 ), written AS (
