@@ -15,7 +15,8 @@ from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.duration import LONGEST_AGO, seconds, written
-from app.fleet.engine import overview, runs
+from app.fleet.engine import overview, pages, runs
+from app.fleet.engine.pages import ListedRun
 from app.fleet.engine.runs import AGAIN, RunRecord, State
 from app.fleet.settings import FleetSettings
 
@@ -173,10 +174,10 @@ async def revive(
         return count
 
 
-async def newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[RunRecord]:
+async def newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[ListedRun]:
     async with connected(settings) as (connection, namespace):
         action_id = None if action is None else await overview.id_of(connection, namespace, action)
-        return await runs.find_page(connection, namespace, action_id=action_id, states=states, limit=limit)
+        return await pages.find_page(connection, namespace, action_id=action_id, states=states, limit=limit)
 
 
 # -- showing ----------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def headline(run: RunRecord) -> str:
     return f"run {run.id} of {run.action}: {run.state}"
 
 
-def cells(run: RunRecord) -> Iterator[str]:
+def cells(run: ListedRun) -> Iterator[str]:
     yield from (str(run.id), run.action, run.state, f"{run.attempt}/{run.max_attempts}", run.trigger)
     yield run.instance or ""
     if run.state == "pending":
@@ -195,7 +196,7 @@ def cells(run: RunRecord) -> Iterator[str]:
     else:
         yield at(run.started_at)
         yield duration(run.started_at, run.finished_at)
-    yield one_line(run.error or "")
+    yield one_line(run.error or run.truncated.get("error", ""))
 
 
 def details(run: RunRecord) -> Iterator[tuple[str, str]]:

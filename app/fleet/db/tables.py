@@ -280,6 +280,8 @@ runs = Table(
     # PostgreSQL has instants beyond those that Python can read: one such row, and no statement could read the others.
     CheckConstraint("run_at BETWEEN '1970-01-01 00:00:00+00' AND '9999-01-01 00:00:00+00'", name="run_at"),
     Index("runs_pending", "action_id", "priority", "run_at", "id", postgresql_where=text("state = 'pending'")),
+    # Of an action, the newest that wait. A claim adds nothing to it.
+    Index("runs_pending_newest", "action_id", "id", postgresql_where=text("state = 'pending'")),
     Index("runs_running", "action_id", "instance_id", postgresql_where=text("state = 'running'")),
     # From line to line, and in each from its first run on, whatever state that is in.
     Index("runs_lines", "action_id", "order_key", "id", postgresql_where=text("order_key IS NOT NULL")),
@@ -330,7 +332,7 @@ finished_runs = Table(
     # When it may be forgotten, with its events and its key.
     Column("expires_at", DateTime(timezone=True), nullable=False),
     CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="state"),
-    Index("finished_runs_action", "action_id", "id"),
+    Index("finished_runs_action_state", "action_id", "state", "id"),
     Index("finished_runs_expiry", "expires_at"),
     # What an operator looks for among millions that went well.
     Index("finished_runs_unwell", "state", "id", postgresql_where=text("state <> 'succeeded'")),

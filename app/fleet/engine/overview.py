@@ -27,10 +27,10 @@ from psycopg.rows import dict_row
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.duration import written
-from app.fleet.engine import runs
+from app.fleet.engine import pages
 from app.fleet.engine.actions import NAME, Catalogue
 from app.fleet.engine.claim import SHORT
-from app.fleet.engine.runs import RunRecord
+from app.fleet.engine.pages import ListedRun
 from app.fleet.engine.schedule import Misfire, Overlap, Schedule
 from app.fleet.engine.telling import tell
 from app.fleet.errors import ActionUnknown
@@ -47,7 +47,7 @@ class ActionRecord:
     schedule: str | None
     state: ActionState
     next_run_at: datetime | None
-    last_run: RunRecord | None
+    last_run: ListedRun | None
     # Names of instances: those that run it now, and those whose code has it.
     running_on: list[str]
     standby: list[str]
@@ -82,8 +82,9 @@ PRIORITIES = """
     )
 """
 
-# `ended`: by both columns of the index and not by the id alone, which would invite the planner to walk back through the
-# whole history for an action that has none. It finds the last entry at or before this action's, which may be another's.
+# `last`: by all columns of the index and not by the id alone, which would invite the planner to walk back through the
+# whole history for an action that has none. It finds the last entry at or before this action's in each of the states,
+# which may be another's.
 LOOK = f"""
 WITH running AS (
     SELECT r.action_id, max(r.id) AS newest, array_agg(DISTINCT r.instance ORDER BY r.instance) AS instances
@@ -100,16 +101,20 @@ SELECT a.name, a.schedule, a.next_run_at, a.paused_at IS NOT NULL AS paused, a.o
        a.max_attempts, a.concurrency, a.rate_interval, a.rate_burst,
        extract(epoch FROM a.retention)::float8 AS retention,
        coalesce(r.instances, ARRAY[]::text[]) AS running_on, coalesce(l.instances, ARRAY[]::text[]) AS standby,
-       greatest(r.newest, w.last, CASE WHEN e.action_id = a.id THEN e.id END) AS last_run
+       greatest(r.newest, w.last, e.newest) AS last_run
 FROM {{schema}}.actions AS a
 LEFT JOIN running AS r ON r.action_id = a.id
 LEFT JOIN living AS l ON l.action_id = a.id
 LEFT JOIN LATERAL (
-    SELECT f.action_id, f.id
-    FROM {{schema}}.finished_runs AS f
-    WHERE (f.action_id, f.id) <= (a.id, {2**63 - 1})
-    ORDER BY f.action_id DESC, f.id DESC
-    LIMIT 1
+    SELECT max(last.id) AS newest
+    FROM (VALUES ('succeeded'), ('failed'), ('cancelled')) AS s (state), LATERAL (
+        SELECT f.action_id, f.state, f.id
+        FROM {{schema}}.finished_runs AS f
+        WHERE (f.action_id, f.state, f.id) <= (a.id, s.state, {2**63 - 1})
+        ORDER BY f.action_id DESC, f.state DESC, f.id DESC
+        LIMIT 1
+    ) AS last
+    WHERE last.action_id = a.id AND last.state = s.state
 ) AS e ON true
 LEFT JOIN LATERAL (
     {PRIORITIES}
@@ -219,12 +224,12 @@ async def look(
         await cursor.execute(namespace.sql(LOOK), {"name": name})
         rows = await cursor.fetchall()
     wanted = [row["last_run"] for row in rows if row["last_run"] is not None]
-    last = {run.id: run for run in await runs.find_all(connection, namespace, wanted)} if wanted else {}
+    last = {run.id: run for run in await pages.find_listed(connection, namespace, wanted)} if wanted else {}
     # One that was forgotten between the two statements is none.
     return [record(row, catalogue, last.get(row["last_run"])) for row in rows]
 
 
-def record(row: dict[str, Any], catalogue: Catalogue, last_run: RunRecord | None) -> ActionRecord:
+def record(row: dict[str, Any], catalogue: Catalogue, last_run: ListedRun | None) -> ActionRecord:
     state = state_of(row)
     return ActionRecord(
         name=row["name"],

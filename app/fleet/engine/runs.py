@@ -73,13 +73,6 @@ FROM_FINISHED = (
 
 FIND = f"{FROM_ACTIVE} WHERE r.id = ANY (%(ids)s) UNION ALL {FROM_FINISHED} WHERE r.id = ANY (%(ids)s)"
 
-# Newest first. Each side is read backwards along an index and stops after a page.
-PAGE = """
-    AND (%(before)s::int8 IS NULL OR r.id < %(before)s)
-    ORDER BY r.id DESC
-    LIMIT %(limit)s
-"""
-
 # Of a line it may have been the head.
 CANCEL_PENDING = f"""
 WITH gone AS (
@@ -152,14 +145,17 @@ JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) 
 """,
 )
 
-# A batch of those that ended in a state, of one action, within some time.
-ENDED = """
+# A batch of those that ended in a state, of one action, within some time. A range of the index on action, state and id,
+# read in its order: a batch reads what it takes, however many have failed. Of both states, `cancelled` comes first.
+ENDED = f"""
         SELECT f.id
-        FROM {schema}.finished_runs AS f
-        WHERE f.action_id = %(action)s AND f.state = ANY (%(states)s::text[])
+        FROM {{schema}}.finished_runs AS f
+        WHERE (f.action_id, f.state, f.id) > (%(action)s, %(first_state)s, 0)
+          AND (f.action_id, f.state, f.id) <= (%(action)s, %(last_state)s, {2**63 - 1})
+          AND f.state = ANY (%(states)s::text[])
           AND f.expires_at > 'epoch'
           AND f.finished_at >= coalesce(%(since)s::timestamptz, '-infinity') AND f.finished_at <= %(until)s
-        ORDER BY f.id
+        ORDER BY f.action_id, f.state, f.id
         LIMIT %(most)s
 """
 COUNT_ENDED = f"SELECT count(*) FROM ({ENDED}) AS f"
@@ -209,33 +205,6 @@ async def find_all(connection: Connection, namespace: Namespace, identifiers: Se
         return await cursor.fetchall()
 
 
-async def find_page(
-    connection: Connection,
-    namespace: Namespace,
-    *,
-    action_id: int | None = None,
-    states: Sequence[str] = (),
-    limit: int = 50,
-    before: int | None = None,
-) -> list[RunRecord]:
-    """Return a page of runs, newest first; `before` is the last id of the page that came earlier."""
-    values = {"action_id": action_id, "limit": limit, "before": before}
-    of_action = "TRUE" if action_id is None else "r.action_id = %(action_id)s"
-    # Each state on its own, and written out: those that went wrong have an index that says so.
-    sides = [
-        f"({FROM_ACTIVE if state in ACTIVE else FROM_FINISHED} WHERE {of_action} AND r.state = '{state}' {PAGE})"
-        for state in get_args(State)
-        if state in states
-    ]
-    if not states:
-        sides = [f"({side} WHERE {of_action} {PAGE})" for side in (FROM_ACTIVE, FROM_FINISHED)]
-    statement = f"SELECT * FROM ({' UNION ALL '.join(sides)}) AS page ORDER BY id DESC LIMIT %(limit)s"
-    async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
-        cursor.adapters.register_loader("json", StoredJsonLoader)
-        await cursor.execute(namespace.sql(statement), values)
-        return await cursor.fetchall()
-
-
 async def cancel(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
     """Cancel a run: at once if it waits; if it runs, its instance is told, wherever that is."""
     # Pending may become running between the two, and running pending: once more is enough for either.
@@ -277,6 +246,7 @@ async def retry_many(
     In batches, each a transaction of its own. What fails again meanwhile is left alone.
     """
     values: dict[str, Any] = {"action": action_id, "states": list(states)}
+    values["first_state"], values["last_state"] = min(states), max(states)
     values["since"], values["until"] = await instants(connection, namespace, since, until)
     ((alone,),) = await fetch(connection, namespace.sql(OVERLAP), {"action": action_id})
     if alone == "skip":
@@ -292,7 +262,7 @@ async def retry_many(
 
 
 async def retry_one_of(connection: Connection, namespace: Namespace, values: dict[str, Any]) -> Retried:
-    """Have the oldest of these tried again, unless a run of their action is active."""
+    """Have the first of these tried again, unless a run of their action is active."""
     action_id, many = values["action"], 0
     async with connection.transaction():
         active = await overlap.hold(connection, namespace, [action_id])

@@ -472,9 +472,9 @@ def statuses(method: str, operation: Mapping[str, Any]) -> Iterator[int]:
     if parameters or "requestBody" in operation:
         yield 422
     if operation.get("security"):
-        # Every key may read; and a route behind a key needs the database.
-        yield from (401, 403, 429, 503) if changes else (401, 429, 503)
-    yield 500
+        # Every key may read.
+        yield from (401, 403, 429) if changes else (401, 429)
+    yield from (500, 503)
 
 
 # -- the pages that `type` leads to -----------------------------------------------------------------------------------

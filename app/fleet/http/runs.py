@@ -1,7 +1,7 @@
 """Runs over HTTP: trigger many at once, see them, cancel one, have one tried again.
 
 A page of runs is a slice by id, newest first, and its cursor is the last id, written so that nobody takes it for one:
-runs that come or go meanwhile neither repeat nor hide others.
+runs that come or go meanwhile neither repeat nor hide others. What a list has of a run is in `engine/pages.py`.
 """
 
 import base64
@@ -15,7 +15,8 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from app.fleet.engine import overview, runs
+from app.fleet.engine import overview, pages, runs
+from app.fleet.engine.pages import ListedRun
 from app.fleet.engine.runs import Again, RunRecord, State
 from app.fleet.engine.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown, PayloadInvalid, RunUnknown
@@ -44,6 +45,8 @@ router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
 
 GREATEST_ID = 2**63 - 1
 RETRIED_MOST = 10_000
+# How many bytes a page of runs has at most.
+PAGE_MOST = 1_000_000
 STATES = TypeAdapter(list[State])
 
 RunId = Annotated[str, Path(alias="id", description="A whole number")]
@@ -56,7 +59,7 @@ class RunList:
 
 @dataclass(frozen=True)
 class RunPage:
-    items: list[RunRecord]
+    items: list[ListedRun]
     next_cursor: str | None
 
 
@@ -86,6 +89,7 @@ RETRY_WANTED = TypeAdapter(RetryWanted)
 RETRIED = TypeAdapter(Retried)
 RUN_LIST = TypeAdapter(RunList)
 RUN_PAGE = TypeAdapter(RunPage)
+LISTED_RUN = TypeAdapter(ListedRun)
 
 
 @router.post(
@@ -141,17 +145,17 @@ async def list_runs(
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     cursor: str | None = None,
 ) -> Response:
-    """List runs, newest first."""
+    """List runs, newest first, with extracts of what is long; a page ends early at 1 MB."""
     states, before = states_of(state or ()), before_of(cursor)
     namespace = context.database.namespace
     async with context.database.connection() as connection:
         action_id = None if action is None else await overview.id_of(connection, namespace, action)
         # One more than wanted says whether there is another page.
-        found = await runs.find_page(
+        found = await pages.find_page(
             connection, namespace, action_id=action_id, states=states, limit=limit + 1, before=before
         )
-    items = found[:limit]
-    return answer(RUN_PAGE, RunPage(items, cursor_at(items[-1].id) if len(found) > limit else None))
+    items = within(PAGE_MOST, found[:limit])
+    return answer(RUN_PAGE, RunPage(items, cursor_at(items[-1].id) if len(found) > len(items) else None))
 
 
 @router.get("/runs/{id}", response_model=RunRecord, responses=refusals(400))
@@ -205,6 +209,18 @@ def states_of(given: Sequence[str]) -> list[State]:
     except ValidationError:
         message = f"a state is one of {', '.join(get_args(State))}"
         raise RequestValidationError([{"loc": ("query", "state"), "msg": message}]) from None
+
+
+def within(most: int, items: Sequence[ListedRun]) -> list[ListedRun]:
+    """Return the first of these, up to so many bytes; the first in any case, so that each page has a next one."""
+    fitting: list[ListedRun] = []
+    size = 0
+    for item in items:
+        size += len(LISTED_RUN.dump_json(item))
+        if fitting and size > most:
+            break
+        fitting.append(item)
+    return fitting
 
 
 def cursor_at(run_id: int) -> str:
