@@ -6,6 +6,7 @@
     ├── DatabaseError                   the database cannot be used as it is
     │   ├── DatabaseUnreachable         no connection
     │   │   └── DatabaseAway            … any more, for the moment (`app.fleet.db.pool`)
+    │   ├── OutcomeUnknown              the connection broke before a change was confirmed
     │   ├── DatabaseTooOld              older than PostgreSQL 14
     │   ├── DatabaseReadOnly            a standby, or a demoted primary
     │   ├── DirectConnectionRequired    a pooler stands where a direct session is needed
@@ -77,6 +78,10 @@ class DatabaseError(FleetError):
 
 
 class DatabaseUnreachable(DatabaseError):
+    pass
+
+
+class OutcomeUnknown(DatabaseError):
     pass
 
 

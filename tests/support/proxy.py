@@ -5,9 +5,19 @@ import selectors
 import socket
 import struct
 import threading
+from dataclasses import dataclass
 from typing import Self
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+@dataclass(frozen=True)
+class Trap:
+    """Messages of one connection that end it: see `withhold_answer` and `lose`."""
+
+    sent: tuple[bytes, ...]
+    loses: bool = False
+    then_refuse: bool = False
 
 
 class Proxy:
@@ -19,6 +29,8 @@ class Proxy:
         self.port = int(self.listener.getsockname()[1])
         self._swallowing = threading.Event()
         self._refusing = threading.Event()
+        self._trap: Trap | None = None
+        self.sprung = threading.Event()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._closed = False
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -44,6 +56,17 @@ class Proxy:
         """Pass everything again. Connections that were swallowed stay dead, as they would."""
         self._swallowing = threading.Event()
         self._refusing.clear()
+
+    def withhold_answer(self, *sent: bytes, then_refuse: bool = False) -> None:
+        """Cut the connection that sends a message with these bytes, one with the next ones, …, instead of its answer.
+
+        PostgreSQL has done then what it was asked to do, and nobody was told. With `then_refuse`, all is cut.
+        """
+        self._trap = Trap(sent, then_refuse=then_refuse)
+
+    def lose(self, *sent: bytes) -> None:
+        """Cut the connection that sends such messages, instead of passing on the last one."""
+        self._trap = Trap(sent, loses=True)
 
     def cut(self) -> None:
         """Reset every connection there is."""
@@ -78,9 +101,11 @@ class Proxy:
             with server, selectors.DefaultSelector() as ready, contextlib.suppress(OSError):
                 ready.register(client, selectors.EVENT_READ, server)
                 ready.register(server, selectors.EVENT_READ, client)
-                self._pass_on(ready, swallowing)
+                self._pass_on(client, ready, swallowing)
 
-    def _pass_on(self, ready: selectors.BaseSelector, swallowing: threading.Event) -> None:
+    def _pass_on(self, client: socket.socket, ready: selectors.BaseSelector, swallowing: threading.Event) -> None:
+        seen = 0
+        unanswered: Trap | None = None
         while not self._closed:
             for key, _ in ready.select(0.2):
                 source, sink = key.fileobj, key.data
@@ -93,4 +118,21 @@ class Proxy:
                     continue
                 if not data:
                     return
+                if unanswered is not None and source is not client:
+                    self._spring(unanswered, client)
+                    return
+                if source is client and self._trap is not None and self._trap.sent[seen] in data:
+                    seen += 1
+                    if seen == len(self._trap.sent):
+                        unanswered, self._trap = self._trap, None
+                        if unanswered.loses:
+                            self._spring(unanswered, client)
+                            return
                 sink.sendall(data)
+
+    def _spring(self, trap: Trap, client: socket.socket) -> None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        if trap.then_refuse:
+            self.refuse()
+            self.cut()
+        self.sprung.set()

@@ -49,7 +49,10 @@ Key: TypeAlias = tuple[int, str]
 
 
 def inserting(columns: str = "", arrays: str = "") -> str:
-    """Return the statement that inserts runs, with these columns beside the usual ones."""
+    """Return the statement that inserts runs, with these columns beside the usual ones.
+
+    With a mark, it can be found out whether the statement was committed (`confirm.py`).
+    """
     return f"""
 WITH added AS (
     INSERT INTO {{schema}}.runs ({columns}action_id, priority, run_at, max_attempts, payload, trigger)
@@ -63,6 +66,12 @@ WITH added AS (
     {noted("added", "'pending'")}
 ), told AS (
     {tell("added")}
+), marked AS (
+    INSERT INTO {{schema}}.run_keys (action_id, key, run_id, digest)
+    SELECT 0, %(mark)s::text, min(id), string_agg(id::text, ',' ORDER BY id)
+    FROM added
+    WHERE %(mark)s::text IS NOT NULL
+    HAVING count(*) > 0
 )
 SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER BY id
 """
@@ -138,20 +147,23 @@ class Triggers:
         self.hub = hub
 
     async def trigger(
-        self, orders: Sequence[Order], place: Place | None = None, *, by: Trigger = "code"
+        self, orders: Sequence[Order], place: Place | None = None, *, by: Trigger = "code", mark: str | None = None
     ) -> list[Triggered]:
-        """Insert these, all or none, in the transaction of `place` or in one of their own."""
+        """Insert these, all or none, in the transaction of `place` or in one of their own.
+
+        A mark is inserted with those that have no key, and is unique: with the same one, they are inserted once.
+        """
         prepared = [prepare(self.catalogue, order) for order in orders]
         if not prepared:
             return []
         if place is not None:
-            return await insert(place, self.database.namespace, prepared, by)
+            return await insert(place, self.database.namespace, prepared, by, mark)
         simple = all(each.simple for each in prepared)
         if simple:
             async with self.database.autocommit() as connection:
-                return await insert(connection, self.database.namespace, prepared, by)
+                return await insert(connection, self.database.namespace, prepared, by, mark)
         async with self.database.connection() as connection:
-            return await insert(connection, self.database.namespace, prepared, by)
+            return await insert(connection, self.database.namespace, prepared, by, mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +233,9 @@ def is_key(text: str | None) -> bool:
     return text is None or (isinstance(text, str) and 0 < len(text) <= KEY_MOST and text.isprintable())
 
 
-async def insert(place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger) -> list[Triggered]:
+async def insert(
+    place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger, mark: str | None = None
+) -> list[Triggered]:
     """Insert in whatever transaction `place` is in."""
     await refuse_active(place, namespace, [each for each in orders if each.action.overlap == "skip"])
     keyed = [each for each in orders if each.order.key is not None]
@@ -230,7 +244,7 @@ async def insert(place: Place, namespace: Namespace, orders: Sequence[Prepared],
         keyed = [each for each in orders if each.order.key is not None]
     unkeyed = [each for each in orders if each.order.key is None]
     by_key = await insert_keyed(place, namespace, keyed, by) if keyed else {}
-    plain = iter(await insert_plain(place, namespace, unkeyed, by) if unkeyed else [])
+    plain = iter(await insert_plain(place, namespace, unkeyed, by, mark) if unkeyed else [])
     # A key that stands in a batch twice is one run.
     return [next(plain) if each.order.key is None else by_key[key_of(each)] for each in orders]
 
@@ -241,17 +255,24 @@ async def numbered(place: Place, namespace: Namespace, orders: Sequence[Prepared
     return [replace(each, id=row[0]) for each, row in zip(orders, sorted(rows), strict=True)]
 
 
-async def insert_plain(place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger) -> list[Triggered]:
+async def insert_plain(
+    place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger, mark: str | None
+) -> list[Triggered]:
     ids = [each.id for each in orders if each.id is not None]
-    rows = await insert_rows(place, namespace, orders, by, ids)
+    rows = await insert_rows(place, namespace, orders, by, ids, mark)
     return [Triggered(row[0], True, each, row[1], row[2]) for each, row in zip(orders, rows, strict=True)]
 
 
 async def insert_rows(
-    place: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger, ids: Sequence[int]
+    place: Place,
+    namespace: Namespace,
+    orders: Sequence[Prepared],
+    by: Trigger,
+    ids: Sequence[int],
+    mark: str | None = None,
 ) -> Sequence[tuple[Any, ...]]:
     """Insert these, under these ids if there are any; what is returned is in the order of the ids."""
-    values = columns(orders, by)
+    values = {**columns(orders, by), "mark": mark}
     lined = any(each.order.order_by is not None for each in orders)
     if lined:
         values["order_keys"] = [each.order.order_by for each in orders]

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine import overview
+from app.fleet.engine import confirm, overview
 from app.fleet.engine.overview import ActionRecord
 from app.fleet.engine.runs import RunRecord
 from app.fleet.engine.trigger import Order, Triggered
@@ -93,12 +93,16 @@ async def trigger(context: Context, order: Order, key: str | None) -> Triggered:
     triggers = context.engine.triggers
     # A key in the body is the caller's own for this run, and says more than one for the request.
     if key is None or order.key is not None:
-        (done,) = await triggers.trigger([order], by="api")
+        (done,) = await confirm.trigger(triggers, [order], by="api")
         return done
     keyed = replace(order, key=key, digest=idempotency.digest([order]))
-    async with idempotency.turn(context.database, f"{order.action}:{key}") as connection:
-        (done,) = await triggers.trigger([keyed], connection, by="api")
-        return done
+
+    async def in_turn() -> Triggered:
+        async with idempotency.turn(context.database, f"{order.action}:{key}") as connection:
+            (done,) = await triggers.trigger([keyed], connection, by="api")
+            return done
+
+    return await confirm.repeated(in_turn)
 
 
 async def change(context: Context, name: str, how: Callable[[Connection, Namespace, str], Awaitable[None]]) -> Response:

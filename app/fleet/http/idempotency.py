@@ -7,6 +7,7 @@ it is refused.
     a second one while the first is at work    waits for its turn, up to `PATIENCE`, then is told to ask again
     the first one's instance dies              its transaction ends, and with it its turn and its key
     the answer is lost on its way              the client sends it again and has the same run
+    the connection to the database breaks      the instance does it again itself (`engine/confirm.py`)
 
 A batch has one key for many runs. Each run without a key of its own gets one made from it and from its place; a row
 beside those of its runs holds the digest of the whole, so that another batch is refused even if it has no action in

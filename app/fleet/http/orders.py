@@ -91,12 +91,13 @@ def answer(adapter: TypeAdapter[Answer], value: Answer, status: int = 200, **hea
 
 async def records(context: Context, triggered: Sequence[Triggered]) -> list[RunRecord]:
     """Return these runs: new ones as they were inserted, earlier ones as they are now."""
-    earlier = [each.id for each in triggered if not each.new]
+    inserted = [each.record("api") for each in triggered]
+    earlier = [each.id for each, record in zip(triggered, inserted, strict=True) if record is None]
     found = {}
     if earlier:
         async with context.database.connection() as connection:
             found = {run.id: run for run in await runs.find_all(connection, context.database.namespace, earlier)}
-    made = [each.record("api") or found.get(each.id) for each in triggered]
+    made = [record or found.get(each.id) for each, record in zip(triggered, inserted, strict=True)]
     if None in made:
         raise RunUnknown(
             "the run of this key ended so long ago that it was just forgotten: send it again for a new one"

@@ -29,7 +29,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
-from app.fleet.db.pool import DatabaseAway, shows_an_outage
+from app.fleet.db.pool import DatabaseAway
+from app.fleet.engine.confirm import broke_off, is_away
 from app.fleet.errors import (
     ActionUnknown,
     AlreadyActive,
@@ -49,6 +50,7 @@ from app.fleet.errors import (
     LockInvalid,
     LockTaken,
     LockUnknown,
+    OutcomeUnknown,
     PayloadInvalid,
     RunNotReady,
     RunUnknown,
@@ -367,15 +369,19 @@ async def on_database_error(request: Request, error: Exception) -> Problem:
     if isinstance(cause, PoolTimeout | PoolFull):
         detail = "every database connection is in use; try again shortly, or at another instance"
         return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "1"})
-    broke = cause is not None and not isinstance(cause, DatabaseAway) and shows_an_outage(cause)
+    broke = cause is not None and broke_off(cause)
     if broke and request.method not in SAFE:
         detail = "the connection to the database broke before it confirmed the change: look whether the change is there"
         return problem(request, KINDS["outcome-unknown"], detail)
-    if broke or isinstance(cause, DatabaseAway):
+    if broke or (cause is not None and is_away(cause)):
         detail = "the database does not answer at the moment; try again shortly"
         return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "2"})
     log.error("request.failed", error=error, method=request.method, path=request.url.path)
     return await on_unexpected(request, error)
+
+
+async def on_outcome_unknown(request: Request, error: Exception) -> Problem:
+    return problem(request, KINDS["outcome-unknown"], str(error))
 
 
 async def on_unexpected(request: Request, _: Exception) -> Problem:
@@ -392,6 +398,7 @@ HANDLERS = {
     LimitError: on_limit_error,
     BreakerError: on_limit_error,
     DatabaseAway: on_database_error,
+    OutcomeUnknown: on_outcome_unknown,
     psycopg.Error: on_database_error,
     DBAPIError: on_database_error,
     Exception: on_unexpected,

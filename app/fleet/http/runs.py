@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from app.fleet.engine import overview, pages, runs
+from app.fleet.engine import confirm, overview, pages, runs
 from app.fleet.engine.pages import ListedRun
 from app.fleet.engine.runs import Again, RunRecord, State
 from app.fleet.engine.trigger import Order, Triggered
@@ -187,12 +187,16 @@ async def retry_run(run_id: RunId, context: InContext) -> Response:
 async def trigger(context: Context, orders: Sequence[Order], key: str | None) -> list[Triggered]:
     triggers, database = context.engine.triggers, context.database
     if key is None:
-        return await triggers.trigger(orders, by="api")
+        return await confirm.trigger(triggers, orders, by="api")
     wanted = idempotency.digest(orders)
-    async with idempotency.turn(database, f"runs:batch:{key}") as connection:
-        done = await triggers.trigger(idempotency.keyed(orders, key, wanted), connection, by="api")
-        await idempotency.remember_batch(connection, database.namespace, key, wanted, done[0].id)
-        return done
+
+    async def in_turn() -> list[Triggered]:
+        async with idempotency.turn(database, f"runs:batch:{key}") as connection:
+            done = await triggers.trigger(idempotency.keyed(orders, key, wanted), connection, by="api")
+            await idempotency.remember_batch(connection, database.namespace, key, wanted, done[0].id)
+            return done
+
+    return await confirm.repeated(in_turn)
 
 
 def number_of(run_id: str) -> int:
