@@ -298,6 +298,17 @@ def test_streams_leave_room_for_other_requests(small: Ship) -> None:
         assert small.status("/actions") == 200
 
 
+def test_more_clients_than_files_are_allowed_do_not_end_the_probes(fleet: Fleet) -> None:
+    ship = fleet.start(1, TRIAL_FILES="300")[0]
+    (line,) = ship.lines("server.few_files")
+    assert line["connections"] < line["files"] == 300
+    with ExitStack() as stack:
+        for _ in range(600):
+            stack.enter_context(connect(ship))
+        assert [ship.status(path) for path in ("/health/live", "/health/ready", "/actions")] == [200] * 3
+    assert ship.me()["state"] == "ready"
+
+
 # -- who may connect --------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ They stand for what users write: slow handlers, streams, handlers that block the
 import asyncio
 import logging
 import os
+import resource
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -27,6 +28,8 @@ router = APIRouter(prefix="/trial")
 log = logging.getLogger("trial")
 # So that a test need not wait for as long as a client may.
 edge.STALLED = float(os.environ.get("TRIAL_STALLED", edge.STALLED))
+if files := os.environ.get("TRIAL_FILES"):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), int(files)))
 
 
 class Parcel(BaseModel):
