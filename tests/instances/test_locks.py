@@ -138,7 +138,7 @@ def test_an_operator_sees_who_holds_a_lock_and_takes_it_away(fleet: Fleet) -> No
 
 
 def test_a_lock_is_taken_away_over_http_with_a_reason_that_is_kept_with_the_name_of_the_key(fleet: Fleet) -> None:
-    key, line = (text.strip() for text in run("key", "ops", "--scope", "operate").stdout.splitlines()[1:4:2])
+    key, line = (text.strip() for text in run("key", "ops", "--scope", "admin").stdout.splitlines()[1:4:2])
     (ship,) = fleet.start(FLOTILLA_API_KEYS=line)
     with httpx.Client(base_url=ship.url, headers={"authorization": f"Bearer {key}"}) as client:
         client.post("/actions/hold-lock/runs")

@@ -16,6 +16,7 @@ from app.fleet.db.dsn import pool_application
 from app.fleet.db.namespace import Lock, Namespace
 from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
 from tests.support.postgres import eventually
+from tests.support.service import service
 
 POSTGRES_VERSIONS = (18, 16)
 NAMESPACE = Namespace("flotilla")
@@ -194,6 +195,19 @@ def test_an_instance_that_was_frozen_while_it_received_a_claim_is_declared_gone(
         eventually(lambda: identity.id in REGISTER.silent(ours))
         eventually(lambda: REGISTER.declare_gone(ours, identity.id, "its session ended") == identity.name)
         assert ours.execute(waits, [backend]).fetchone() is None
+
+
+@pytest.mark.anyio
+async def test_the_sessions_of_a_pool_carry_the_run_id_of_their_instance(address: str) -> None:
+    """By which a verdict finds them; and none of them outlives a reader that is not there."""
+    async with service(address, statement_timeout=7.0) as running:
+        me = running.context.member.identity
+        assert me is not None
+        async with running.context.database.connection() as connection:
+            shown = "SELECT current_setting('application_name'), current_setting('tcp_user_timeout')"
+            assert await (await connection.execute(shown)).fetchall() == [
+                (pool_application(NAMESPACE, me.run_id), "7000")
+            ]
 
 
 def test_a_verdict_ends_no_session_of_another_instance_and_none_that_does_not_hold_it_up(
