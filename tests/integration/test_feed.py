@@ -184,6 +184,22 @@ async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_c
         assert (news.first, news.missing(7)) == (8, 7)
 
 
+async def test_a_feed_that_ends_with_a_full_batch_of_old_rows_is_pruned(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "OLD", feed.OLD.replace(str(feed.PRUNED_AT_ONCE), "2"))
+    monkeypatch.setattr(feed, "PRUNED_AT_ONCE", 2)
+    async with table(address, declare()) as here:
+        for _ in range(4):
+            await here.trigger(Order("tick"))
+        assert (await number(here)).number == 4
+        await here.sql(AGE)
+        pruner = feed.Pruner()
+        for _ in range(3):
+            await prune(here, pruner)
+            assert await here.sql("SELECT first FROM feed") == [(4,)]
+
+
 async def test_a_feed_that_was_never_read_is_pruned_and_its_numbers_are_taken(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -346,9 +346,11 @@ class Pruner:
     def __init__(self) -> None:
         self._floor = Floor()
         self._after = 0
-        # Where the floor rises to when this pass is over, and the lowest row of the pass that had to stay.
+        # Where the floor rises to when this pass is over, the lowest row of the pass that had to stay, and which
+        # transactions were in progress when its last rows were read.
         self._to = 0
         self._stays = ALL
+        self._horizon = 0
 
     async def step(self, connection: Connection, namespace: Namespace) -> bool:
         """Look at some rows without the lock, delete the old ones with it; return whether there may be more."""
@@ -356,6 +358,8 @@ class Pruner:
         old, gone = [row[0] for row in rows if row[1]], set[int]()
         if self._after == self._floor.id and rows:
             self._to, self._stays = self._floor.reachable(rows[0][2]), ALL
+        if rows:
+            self._horizon = rows[0][3]
         if old:
             async with connection.transaction():
                 allowed, _, _ = await one(connection, namespace.sql(TURN))
@@ -368,7 +372,7 @@ class Pruner:
         self._stays = min({self._stays, *(row[0] for row in rows)} - gone)
         if len(old) == PRUNED_AT_ONCE:
             return True
-        mark = Mark(self._after, rows[0][3]) if self._after > self._floor.id else None
+        mark = Mark(self._after, self._horizon) if self._after > self._floor.id else None
         self._floor.rise(min(self._to, self._stays - 1), mark)
         self._after = self._floor.id
         return False
