@@ -1,7 +1,7 @@
 """The feed: every change of state, in one order for everyone, and none that is skipped because it came late."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import psycopg
@@ -182,6 +182,32 @@ async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_c
             unread, news = await feed.read(connection, NAMESPACE, 1)
         assert (unread.first, unread.seq, unread.after(1), unread.missing(1)) == (2, 7, [], 7)
         assert (news.first, news.missing(7)) == (8, 7)
+
+
+async def test_numbering_reads_no_more_rows_than_it_numbers_whatever_the_planner_was_told(address: str) -> None:
+    """Rows lie in another order than their ids after updates, and nearly all had a number when they were analyzed."""
+    rows = """
+        INSERT INTO feed (id, first, state, many, runs, actions, seqs, attempts) OVERRIDING SYSTEM VALUE
+        SELECT n, {first}, 'pending', 1, ARRAY[n], ARRAY[1], ARRAY[1], ARRAY[0]
+        FROM generate_series({begin}, {end}) AS n
+        ORDER BY random()
+    """
+    async with table(address, declare()) as here:
+        await here.sql(rows.format(first="CASE WHEN n % 200 > 0 THEN n END", begin=1, end=20000))
+        await here.sql("ANALYZE feed")
+        await here.sql(rows.format(first="NULL", begin=20001, end=40000))
+        async with here.database.connection() as connection:
+            await connection.execute(NAMESPACE.sql(feed.TURN))
+            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(feed.NUMBER)
+            ((plan,),) = await (await connection.execute(explain, {"after": 0, "top": feed.ALL})).fetchall()
+        read = max(node["Actual Rows"] * node["Actual Loops"] for node in nodes(plan[0]["Plan"]))
+        assert read <= feed.AT_ONCE
+
+
+def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield plan
+    for part in plan.get("Plans", ()):
+        yield from nodes(part)
 
 
 async def test_a_feed_that_ends_with_a_full_batch_of_old_rows_is_pruned(

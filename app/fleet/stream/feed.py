@@ -64,11 +64,13 @@ def noted(changed: str, state: str = "state", seq: str = "events") -> str:
 
 
 # The lock is taken by a statement of its own: the next statement's snapshot then has everything that the previous
-# holder committed.
+# holder committed. A bitmap scan would read all rows without a number, where an index scan stops after `AT_ONCE`; the
+# planner chooses it when its statistics are of a time at which every row had a number.
 TURN = f"""
 SELECT pg_try_advisory_xact_lock({{class}}, {Lock.FEED.key(0)}),
        (SELECT kept > '0' FROM {{schema}}.feed_settings),
-       set_config('idle_in_transaction_session_timeout', '{PATIENCE * 1000:.0f}', true)
+       set_config('idle_in_transaction_session_timeout', '{PATIENCE * 1000:.0f}', true),
+       set_config('enable_bitmapscan', 'off', true)
 """
 LAST = "SELECT first + many - 1 FROM {schema}.feed WHERE first IS NOT NULL ORDER BY first DESC LIMIT 1"
 LOOK = f"SELECT coalesce(({LAST}), 0)"
@@ -299,7 +301,7 @@ class Numbers:
         assert connection.info.transaction_status is IDLE
         # Explicitly a transaction, whatever mode the connection is in: the lock must be held until the commit.
         async with connection.transaction():
-            allowed, kept, _ = await one(connection, namespace.sql(TURN))
+            allowed, kept, *_ = await one(connection, namespace.sql(TURN))
             if not allowed:
                 (last,) = await one(connection, namespace.sql(LOOK))
                 return Given(last, complete=False, busy=True, kept=kept)
@@ -362,7 +364,7 @@ class Pruner:
             self._horizon = rows[0][3]
         if old:
             async with connection.transaction():
-                allowed, _, _ = await one(connection, namespace.sql(TURN))
+                allowed, *_ = await one(connection, namespace.sql(TURN))
                 if not allowed:
                     return True
                 gone = {
