@@ -49,6 +49,16 @@ async def test_whatever_it_does_its_run_fails_and_its_slot_comes_back(here: Desk
     assert (await here.run("echo", {"a": 1})).result == {"a": 1}
 
 
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("how", ["exit", "keyboard"])
+async def test_a_task_that_an_action_started_does_not_end_the_process(here: Desk, how: str, group: bool) -> None:
+    run = await here.run("leave", {"how": how, "group": group})
+    assert run.state == "failed"
+    assert ("ExceptionGroup" if group else "was raised in a task that the action started") in (run.error or "")
+    assert (await here.run("echo")).state == "succeeded"
+    await all_slots_are_free(here)
+
+
 async def test_a_wait_that_cannot_be_is_replaced_by_one_that_can(here: Desk) -> None:
     for how in (way for way in trial_faults.RAISED if way.startswith("later")):
         ((waits,),) = await soon(partial(here.sql, WAITS, *[await here.trigger("misbehave-twice", {"how": how})] * 2))

@@ -190,6 +190,23 @@ async def brief(run: Run) -> str:
     return "said"
 
 
+@action("leave", retries=0)
+async def leave(run: Run) -> str:
+    """Start tasks of its own; one of them wants to end the process, and one is cancelled before it begins."""
+
+    async def end() -> None:
+        await asyncio.sleep(0)
+        raise {"exit": SystemExit(3), "keyboard": KeyboardInterrupt()}[run.payload["how"]]
+
+    idle = asyncio.create_task(asyncio.sleep(3600))
+    idle.cancel()
+    if run.payload.get("group"):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(end(), name="leaving")
+    await asyncio.gather(asyncio.create_task(end()))
+    return "left"
+
+
 @action("fall", retries=1, retry_delay="10ms")
 async def fall(run: Run) -> None:
     await asyncio.sleep(run.payload.get("seconds", 0))

@@ -40,6 +40,7 @@ from app.fleet.db.pool import Database
 from app.fleet.duration import LONGEST, seconds
 from app.fleet.engine.actions import Action, Catalogue
 from app.fleet.engine.claim import MANY, Claimant, Clock
+from app.fleet.engine.containment import contain_tasks
 from app.fleet.engine.failures import FailureLog
 from app.fleet.engine.ledger import Ledger
 from app.fleet.engine.run import Run, as_json, current_run
@@ -157,6 +158,7 @@ class Executor(Service):
 
     async def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        contain_tasks(self._loop)
         self.ledger.start()
         self._watch.start(self._loop)
         self._claims = asyncio.create_task(self._claim_for_ever(), name="executor-claims")
@@ -273,7 +275,8 @@ class Executor(Service):
             self._abandon(former)
         self._running[run.id] = run
         run.deadline = self._loop.time() + action.timeout
-        run.task = self._loop.create_task(self._attempt(run, action))
+        # Made directly, and not by the loop's factory: nothing that it runs raises what would leave the loop.
+        run.task = asyncio.Task(self._attempt(run, action), loop=self._loop)
 
     # -- one attempt --------------------------------------------------------------------------------------------------
 
