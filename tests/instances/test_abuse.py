@@ -170,6 +170,21 @@ def feed_clients(ship: Ship) -> None:
         assert {client.recv(12) for client in clients} == {b"HTTP/1.1 200"}
 
 
+def heavy_lists(ship: Ship) -> None:
+    """Forty runs of nearly 1 MB each, and four clients who want all of them, again and again."""
+    payload = {"padding": "x" * 900_000}
+    for _ in range(40):
+        ship.trigger("echo", payload)
+
+    def read(_: int) -> int:
+        answer = httpx.get(f"{ship.url}/runs?limit=300", timeout=30, verify=NOBODY)
+        assert answer.status_code == 200
+        return len(answer.content)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(read, range(12))) < 2 * MEGABYTE
+
+
 def a_chatty_run(ship: Ship) -> None:
     """A run emits as fast as it can, while others are to end."""
     chatty = ship.trigger("chatter", {"count": 10_000, "pause": 0})["id"]
@@ -201,6 +216,7 @@ ATTACKS: Sequence[Callable[[Ship], None]] = (
     huge_headers,
     silent_and_slow_clients,
     feed_clients,
+    heavy_lists,
     a_chatty_run,
     odd_exceptions,
     an_open_transaction,
