@@ -113,6 +113,20 @@ async def test_a_run_that_was_cancelled_while_it_waited_for_its_retry_does_not_b
     assert (run.state, run.error) == ("cancelled", "cancelled on request, while it waited")
 
 
+async def test_a_run_that_fails_before_its_cancellation_arrives_ends_cancelled(here: Desk) -> None:
+    """Its retry would wait for an hour; it would be pending for as long, and then end without being run."""
+    await here.sql(EFFECTS)
+    with here.unwatched():
+        run_id = await here.trigger("step", {"seconds": 0.5, "failures": 1, "after": 3600})
+        await here.attempt(run_id)
+        await here.sql("UPDATE runs SET cancel_requested_at = now() WHERE id = %s", run_id)
+        run = await here.until(run_id, "cancelled", "pending")
+    assert (run.state, run.error) == ("cancelled", "cancelled on request; not yet")
+    await here.engine.executor.ledger.empty()
+    assert here.engine.executor.ledger.outcomes == {"cancelled": 1}
+    assert not here.engine.executor.ledger.fenced
+
+
 async def test_effects_and_completion_commit_together(here: Desk) -> None:
     await here.sql(EFFECTS)
     for name in ("note", "note-in-thread"):

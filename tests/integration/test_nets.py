@@ -277,6 +277,23 @@ async def test_what_hangs_beyond_its_deadline_is_taken_back_or_failed(address: s
         assert await here.sql("SELECT id, state, error FROM finished_runs") == [(second.run_id, "failed", error)]
 
 
+async def test_a_run_that_is_to_be_cancelled_is_not_given_back(address: str) -> None:
+    """Neither by the sweep nor by a death, and whatever it has of retries: also while its action is paused."""
+    async with table(address, declare()) as here:
+        hung, orphaned = await here.trigger(Order("tick"), Order("tick"))
+        one = await here.instance("one")
+        assert len(await one.claim()) == 2
+        await here.sql("UPDATE runs SET cancel_requested_at = now() RETURNING 1")
+        await here.sql("UPDATE runs SET deadline_at = now() - interval '1 h' WHERE id = %s RETURNING 1", hung)
+        async with here.database.autocommit() as connection:
+            await recovery.sweep(connection, NAMESPACE)
+        assert await here.sql("SELECT id, state FROM runs") == [(orphaned, "running")]
+        with psycopg.connect(address) as death:
+            recovery.TakeBack(NAMESPACE)(death, [one.identity.id])
+        ended = await here.sql("SELECT id, state, error FROM finished_runs ORDER BY id")
+        assert ended == [(run_id, "cancelled", "cancelled on request") for run_id in (hung, orphaned)]
+
+
 async def test_a_run_within_its_deadline_is_left_alone(address: str) -> None:
     async with table(address, declare()) as here:
         await here.trigger(Order("tick"))

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from app.fleet.db.statements import fetch
 from app.fleet.engine import runs
-from app.fleet.engine.ledger import CHECKPOINT, FINISH, GIVE_BACK
+from app.fleet.engine.ledger import CHECKPOINT, END_CANCELLED, FINISH, GIVE_BACK
 from app.fleet.engine.recovery import TakeBack
 from app.fleet.engine.trigger import Order
 from app.fleet.errors import RunNotReady
@@ -98,13 +98,15 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
         def finish(self, data: st.DataObject, state: str | None) -> None:
             self.write_end(self.some(data), state)
 
-        def write_end(self, claimed: list[tuple[int, int]], state: str | None) -> None:
+        def write_end(
+            self, claimed: list[tuple[int, int]], state: str | None, statement: str = FINISH + "RETURNING id"
+        ) -> None:
             values = written(claimed) | {
                 "states": [state] * len(claimed),
                 "results": [None] * len(claimed),
                 "errors": [None] * len(claimed),
             }
-            done = {row[0] for row in do(execute(FINISH + "RETURNING id", values))}
+            done = {row[0] for row in do(execute(statement, values))}
             assert done == self.current(claimed)
             for run_id in done:
                 run = self.model[run_id]
@@ -124,11 +126,15 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 "errors": [None] * len(claimed),
             }
             back = {row[0] for row in do(execute(GIVE_BACK, values))}
-            assert back == self.current(claimed)
+            current = self.current(claimed)
+            assert back == {run_id for run_id in current if not self.model[run_id].cancel_requested}
             for run_id in back:
                 run = self.model[run_id]
                 run.state = "pending"
                 run.attempt -= 1 if pause else 0
+            # As the ledger does with what was left.
+            left = [(run_id, token) for run_id, token in claimed if run_id not in back]
+            self.write_end(left, "cancelled", END_CANCELLED)
 
         @precondition(lambda self: self.claims)
         @rule(data=st.data(), state=st.integers(0, 99))
@@ -163,7 +169,10 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [dead])
                 TakeBack(NAMESPACE)(session, [dead])
             for run in self.model.values():
-                if run.state == "running" and run.owner == name:
+                if run.state == "running" and run.owner == name and run.cancel_requested:
+                    run.state = "cancelled"
+                    run.ends.append("cancelled")
+                elif run.state == "running" and run.owner == name:
                     run.state = "pending"
                     run.deaths += 1
             self.living[name] = do(here.instance(name))

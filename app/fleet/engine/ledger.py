@@ -89,11 +89,14 @@ log = events(__name__)
 # Here and below, a row is looked for by its id and nothing else, whatever the planner thinks of the table just then:
 # while it is empty, walking through an index of it seems to cost nothing, and under a snapshot that is a long walk.
 # Hence `= ANY` beside the join, and `is_running`, which leads into no partial index.
-def finish(held: str) -> str:
+def finish(held: str, which: str = "true") -> str:
     """Return the statement that ends runs; `held` says what becomes of rows that another transaction has locked."""
     return f"""
 WITH own AS MATERIALIZED (
-    SELECT r.id FROM {{schema}}.runs AS r WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()} FOR UPDATE {held}
+    SELECT r.id
+    FROM {{schema}}.runs AS r
+    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()} AND {which}
+    FOR UPDATE {held}
 ), ended AS (
     SELECT *
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
@@ -112,6 +115,8 @@ WITH own AS MATERIALIZED (
 FINISH = finish("SKIP LOCKED")
 # In the transaction of the run's effects, which is the caller's own: it waits for another one that the run guards.
 COMPLETE = finish("") + "RETURNING id"
+# Instead of giving them back: they would wait for their delay, and then end without being run.
+END_CANCELLED = finish("SKIP LOCKED", "r.cancel_requested_at IS NOT NULL") + "RETURNING id"
 
 # Back to `pending`. A retry waits for its delay, or as its action says; a pause goes on where it was, as if it had not
 # been claimed.
@@ -119,7 +124,7 @@ GIVE_BACK = f"""
 WITH own AS MATERIALIZED (
     SELECT r.id
     FROM {{schema}}.runs AS r
-    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()}
+    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()} AND r.cancel_requested_at IS NULL
     FOR NO KEY UPDATE SKIP LOCKED
 ), back AS (
     UPDATE {{schema}}.runs AS r
@@ -541,12 +546,27 @@ class Ledger:
             "errors": [each.error for each in batch],
         }
         rows = await (await connection.execute(self._sql(GIVE_BACK), values)).fetchall()
+        cancelled: set[int] = set()
         if len(rows) < len(batch):
             written = {row[0] for row in rows}
-            batch, held = await self._sort_out(connection, batch, written, returned=again)
+            cancelled = await self._end_cancelled(connection, [each for each in batch if each.run.id not in written])
+            batch, held = await self._sort_out(connection, batch, written | cancelled, returned=again)
             self._returned[:0] = held
-        self.outcomes.update("paused" if each.paused else "retried" for each in batch)
+        self.outcomes.update(
+            "cancelled" if each.run.id in cancelled else "paused" if each.paused else "retried" for each in batch
+        )
         self._settled([each.run for each in batch])
+
+    async def _end_cancelled(self, connection: Connection, batch: Sequence[Returned]) -> set[int]:
+        """End those whose cancellation was requested, instead of giving them back; return which they were."""
+        values = {
+            "ids": [each.run.id for each in batch],
+            "tokens": [each.run.token for each in batch],
+            "states": ["cancelled"] * len(batch),
+            "results": [None] * len(batch),
+            "errors": ["cancelled on request" + (f"; {each.error}" if each.error else "") for each in batch],
+        }
+        return {row[0] for row in await (await connection.execute(self._sql(END_CANCELLED), values)).fetchall()}
 
     async def _finish(self, connection: Connection, batch: Sequence[Ended], _again: bool) -> None:
         runs = [each.run for each in batch]

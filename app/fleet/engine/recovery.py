@@ -13,6 +13,8 @@ the next sweep, which also looks for runs of instances that are gone (there are 
 
 The token stays as it is: the next claim moves it. A late writer is refused already, because its run is not `running`.
 
+A run whose cancellation was requested ends here, cancelled.
+
 A death is not held against a run: it uses up no retry. But a run that takes its process down with it (a crash in a C
 library, more memory than there is) would take one after the other, so `DEATHS` of them are enough.
 """
@@ -39,9 +41,17 @@ WAITING = f"""(
     SELECT action_id, priority, run_at FROM back UNION ALL SELECT * FROM {NEXT_OF_LINES}
 ) AS w"""
 
+# A run that is to be cancelled is not given back: it would wait, and then end without being run.
+ENDED_AS = "CASE WHEN r.cancel_requested_at IS NULL THEN 'failed' ELSE 'cancelled' END AS ended_as"
+
+
+def ended_by(why: str) -> str:
+    return f"CASE WHEN r.cancel_requested_at IS NULL THEN {why} ELSE 'cancelled on request' END AS ended_by"
+
+
 TAKE_BACK = f"""
 WITH lost AS MATERIALIZED (
-    SELECT id, deaths + 1 >= {DEATHS} AS deadly
+    SELECT id, deaths + 1 >= {DEATHS} OR cancel_requested_at IS NOT NULL AS deadly
     FROM {{schema}}.runs
     WHERE state = 'running' AND instance_id = ANY (%(dead)s)
     LIMIT {BATCH}
@@ -50,9 +60,9 @@ WITH lost AS MATERIALIZED (
     DELETE FROM {{schema}}.runs AS r
     USING lost AS l
     WHERE r.id = l.id AND l.deadly
-    RETURNING r.*, 'failed' AS ended_as, NULL AS ended_with,
-              format('%%s instances died while they ran it, the last of them %%s', r.deaths + 1, r.instance)
-              AS ended_by
+    RETURNING r.*, {ENDED_AS}, NULL AS ended_with, {
+    ended_by("format('%%s instances died while they ran it, the last of them %%s', r.deaths + 1, r.instance)")
+}
 ), failed AS (
     {INSERT_FINISHED}
 ), noted_failed AS (
@@ -86,7 +96,7 @@ WHERE r.state = 'running'
 
 END_OVERDUE = f"""
 WITH lost AS MATERIALIZED (
-    SELECT id, attempt - deaths >= max_attempts AS spent,
+    SELECT id, attempt - deaths >= max_attempts OR cancel_requested_at IS NOT NULL AS spent,
            format('exceeded its deadline, and its instance %%s did not end it: its event loop is blocked, or it hangs',
                   instance) AS why
     FROM {{schema}}.runs
@@ -96,7 +106,7 @@ WITH lost AS MATERIALIZED (
     DELETE FROM {{schema}}.runs AS r
     USING lost AS l
     WHERE r.id = l.id AND l.spent
-    RETURNING r.*, 'failed' AS ended_as, NULL AS ended_with, l.why AS ended_by
+    RETURNING r.*, {ENDED_AS}, NULL AS ended_with, {ended_by("l.why")}
 ), failed AS (
     {INSERT_FINISHED}
 ), noted_failed AS (
