@@ -398,6 +398,7 @@ async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none
         assert await here.sql("SELECT id FROM finished_runs") == [(first,)]
         ((tried,),) = await here.sql("SELECT last_value FROM tried")
         assert tried <= 8, "halved until it was alone"
+        assert here.engine.retention.skipped == 1
         # What ended meanwhile is pruned; the one that was skipped is not tried at each round.
         await here.run("noop")
         await here.sql("UPDATE finished_runs SET expires_at = now() WHERE id > %s RETURNING 1", first)
@@ -407,6 +408,7 @@ async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none
         await here.sql("DROP TRIGGER slow ON finished_runs")
         monkeypatch.setattr(here.engine.retention, "_anew_at", 0.0)
         assert await here.engine.retention.prune() == 1
+        assert here.engine.retention.skipped == 0
 
 
 async def with_many_events(here: Desk) -> int:

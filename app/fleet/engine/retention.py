@@ -126,6 +126,11 @@ class Retention(Service):
         self._feed = feed.Pruner()
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def skipped(self) -> int:
+        """How many runs could not be deleted in time, and will be tried again."""
+        return len(self._skipped)
+
     async def _start(self) -> None:
         self._tasks = [
             asyncio.create_task(self._prune_for_ever(what, prune, rounds), name=f"retention-{what}")

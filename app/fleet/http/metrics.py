@@ -57,6 +57,7 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_runs_oldest_wait_seconds": context.engine.lookout.oldest_wait,
         "flotilla_slots_scheduled_total": context.engine.scheduler.scheduled,
         "flotilla_runs_pruned_total": context.engine.retention.pruned,
+        "flotilla_runs_prune_skipped": context.engine.retention.skipped,
         "flotilla_streams": context.open_streams.total(),
         "flotilla_streams_followed_runs": context.stream.hub.followed,
         "flotilla_streams_reads_total": context.stream.hub.reads,

@@ -1,1 +1,1 @@
-"""What happened in a run, in order, for whoever wants to know."""
+"""What becomes of runs, event by event, for clients and code that follow them."""

@@ -1,21 +1,21 @@
-"""Run events: what became of a run and what it said, numbered from 1 without gaps, the same for everyone who asks.
+"""Run events: what became of a run and what it emitted, numbered from 1 without gaps, the same at every instance.
 
     1   state      {"state": "pending", …}        it was made
     2   state      {"state": "running", …}        an instance has claimed it
-    3   progress   {"done": 0.5, …}               what it said: `progress`, `log`, or a kind of its own
+    3   progress   {"done": 0.5, …}               what it emitted: `progress`, `log`, or a kind of its own
     …
     n   state      {"state": "succeeded", …}      it ended; or `pending` again, and so on
 
-What it says is appended in batches, each in one statement, which first moves the counter in the run's own row, and only
-for a run that still carries the token. That is the fence, and the lock on the row keeps two batches from drawing one
-number. A run that is fenced draws none, and none of its events is written; nor does one whose row another transaction
-has locked, until that ends. It moves the counter from where whoever runs
-it knows it to be; a batch that is sent once more, because its answer was lost, finds it moved.
+What a run emits is appended in batches. Each batch is one statement, which first moves the counter in the run's own
+row, and only if the run still carries the token. That is the fence, and the lock on the row keeps two batches from
+drawing the same number. A fenced run draws no number, and none of its events is written; nor does a run whose row
+another transaction has locked, until that transaction ends. The statement moves the counter from the value that the
+attempt knows; a batch that is sent again, because its answer was lost, finds the counter moved and writes nothing.
 
-Its changes of state draw their numbers from the same counter, in the very statements that change it, so they cannot
-disagree with it. Most of them are never written: that a run was made, began, and ended stands in its own row, and is
-read from there (`READ`). A claim or a completion costs nothing for being an event. Only a run that waits *again* is
-about to lose what its row says of the attempt before; the statement that puts it back writes that down
+Changes of state draw their numbers from the same counter, in the statement that changes the state, so the events cannot
+disagree with the row. Most of them are never written: that a run was made, began and ended is in its own row, and is
+read from there (`READ`). A claim or a completion costs nothing for being an event. Only a run that becomes pending
+*again* is about to lose what its row has of the attempt before; the statement that puts it back writes that
 (`write_down`).
 """
 
@@ -35,9 +35,9 @@ from app.fleet.db.statements import array
 STATE = "state"
 PROGRESS = "progress"
 LOG = "log"
-# The last thing in a stream, which is no event of the run.
+# The last message of a stream; it is not an event of the run.
 DONE = "done"
-# What nobody else may call an event.
+# Kinds that an action may not use.
 RESERVED = (STATE, DONE)
 
 
@@ -49,7 +49,7 @@ class Event(NamedTuple):
     kind: str
     # JSON, checked already.
     data: str | None
-    # How many the run had before this batch, if that is known: then it is written once, however often it is sent.
+    # How many events the run had before this batch, if known: then the batch is written once, however often it is sent.
     before: int | None = None
 
     @property
@@ -101,9 +101,9 @@ KEPT = "r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.ru
 
 
 def write_down(back: str) -> str:
-    """Return the statement that writes down that the runs of a CTE had begun, and that they wait again.
+    """Return the statement that writes that the runs of a CTE had begun, and that they are pending again.
 
-    The CTE has the columns `KEPT`, `ran` for the number of the attempt that is over, and `why` it is.
+    The CTE has the columns `KEPT`, `ran` (the number of the attempt that is over), and `why` it is over.
     """
     return f"""
     INSERT INTO {{schema}}.run_events (run_id, seq, kind, data, at)
@@ -118,9 +118,9 @@ def write_down(back: str) -> str:
 
 
 def write_down_end(back: str) -> str:
-    """Return the statement that writes down that the runs of a CTE, rows of `finished_runs`, had ended and wait again.
+    """Return the statement that writes that runs of a CTE, rows of `finished_runs`, had ended and are pending again.
 
-    What it writes of an attempt that `write_down` knew already is there already.
+    Events of an attempt that `write_down` has written already are left as they are.
     """
     return f"""
     INSERT INTO {{schema}}.run_events (run_id, seq, kind, data, at)
@@ -139,7 +139,7 @@ def write_down_end(back: str) -> str:
 
 
 async def append(connection: Connection, namespace: Namespace, events: Sequence[Event]) -> set[tuple[int, int]]:
-    """Append these events; return the runs and tokens that were out of date, of which nothing was written now."""
+    """Append these events; return the runs and tokens that were out of date, for which nothing was written."""
     values = {
         "run_ids": array([event.run_id for event in events]),
         "tokens": array([event.token for event in events]),

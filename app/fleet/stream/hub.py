@@ -332,10 +332,10 @@ class Hub(Service):
                 break
         return given
 
-    # -- told by others -----------------------------------------------------------------------------------------------
+    # -- notifications ------------------------------------------------------------------------------------------------
 
     def runs_said(self, named: str) -> None:
-        """Runs said something; `named` is their ids."""
+        """Handle `said:`; `named` is the ids of the runs that emitted something."""
         if named == "*":
             self._look_at_runs()
         elif self._runs:
@@ -343,11 +343,12 @@ class Hub(Service):
                 self._look(run_id)
 
     def runs_changed(self, named: str) -> None:
+        """Handle `changed:`; `named` is the ids of the runs whose state changed."""
         self._look_at_feed()
         self.runs_said(named)
 
     def look_at_actions(self, action_ids: Iterable[int]) -> None:
-        """Runs of these actions wait: new ones, or again."""
+        """Handle `runs:`: runs of these actions are pending, new ones or again."""
         self._look_at_feed()
         if self._runs:
             wanted = set(action_ids)

@@ -1,15 +1,15 @@
-"""The relay: tells the instances that follow runs that some of these have something new. Ids, and nothing else.
+"""The relay: notifies the instances that follow runs which of these have something new. It sends ids, and nothing else.
 
-A notification for each event, inside the transaction that writes it, would make all commits of the database wait for
-each other. So they go out beside, after the fact: the first at once, those of the next `SPACING` together, as
-`said:17,18` of runs that said something, and `changed:17,18` of those whose state is another; or `said:*` if there are
-too many to name.
+A notification for each event, inside the transaction that writes it, would make all commits of the server wait for each
+other. So the relay notifies in a transaction of its own, after the commit: the first event at once, those of the next
+`SPACING` together, as `said:17,18` for runs that emitted something and `changed:17,18` for runs whose state changed; or
+`said:*` if there are too many runs to name.
 
-They only go out while somebody follows a run, or the feed. Who begins to, says `following:`, and again every `STILL`; a
-relay that has not heard it for `INTEREST` keeps quiet. An idle cluster that nobody watches notifies nobody.
+It notifies only while a client follows a run or the feed, at any instance. An instance where a client begins to follow
+sends `following:`, and again every `STILL`; a relay that has not received it for `INTEREST` sends nothing. An idle
+cluster that no client watches sends no notifications.
 
-What it does not promise: anything. A notification that is lost, or was never sent, makes a stream slower by a poll
-(`hub.py`).
+Not guaranteed: delivery. A notification that is lost, or was never sent, delays a stream by a poll at most (`hub.py`).
 """
 
 import asyncio
@@ -50,22 +50,22 @@ class Relay(Service):
 
     @property
     def wanted(self) -> bool:
-        """Somebody follows, somewhere."""
+        """Whether a client follows something, at any instance."""
         return time.monotonic() < self._wanted_until
 
     def tell(self, what: str, runs: Iterable[int]) -> None:
-        """These runs `SAID` something, or have `CHANGED`."""
+        """Notify that these runs emitted something (`SAID`), or changed their state (`CHANGED`)."""
         if self.wanted:
             self._runs[what].update(runs)
             self._work.set()
 
     def tell_of_followers(self) -> None:
-        """Somebody follows, here."""
+        """Notify that a client follows something at this instance."""
         self._following = True
         self._work.set()
 
     def heard_of_followers(self) -> None:
-        """Somebody follows, here or elsewhere."""
+        """Note that a client follows something, at this instance or another."""
         self._wanted_until = time.monotonic() + INTEREST
 
     async def _start(self) -> None:

@@ -1,8 +1,8 @@
-"""The stream of one instance: its relay, which tells, and its hub, which is told. Wired here, and nowhere else.
+"""The stream of one instance: its relay, which sends notifications, and its hub, which receives them. Wired only here.
 
-said:17,18                      these runs said something; `*` is very many
-changed:17,18                   the state of these runs is another
-following:                      somebody follows, so it is worth telling
+said:17,18                      these runs emitted something; `*` for very many
+changed:17,18                   the state of these runs changed
+following:                      a client follows something, so that notifications are of use
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Stream:
 
     @property
     def services(self) -> Sequence[Service]:
-        """In the order in which they start."""
+        """The services, in the order in which they start."""
         return (self.relay, self.hub)
 
     async def stop(self) -> None:

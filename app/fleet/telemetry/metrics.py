@@ -48,7 +48,10 @@ DEFINITIONS = (
     Definition("flotilla_runs_abandoned_total", "counter", "Attempts written off because they ignored their end"),
     Definition("flotilla_runs_oldest_wait_seconds", "gauge", "How long the run that waits longest has been due"),
     Definition("flotilla_slots_scheduled_total", "counter", "Slots this instance made runs of"),
-    Definition("flotilla_runs_pruned_total", "counter", "Runs this instance forgot, as their retention says"),
+    Definition("flotilla_runs_pruned_total", "counter", "Runs this instance deleted because their retention was over"),
+    Definition(
+        "flotilla_runs_prune_skipped", "gauge", "Runs this instance could not delete in time, and will try again"
+    ),
     Definition("flotilla_streams", "gauge", "Streams of events that are open"),
     Definition("flotilla_streams_followed_runs", "gauge", "Runs that somebody follows at this instance"),
     Definition("flotilla_streams_reads_total", "counter", "Reads for all who follow something here"),
