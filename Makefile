@@ -28,7 +28,7 @@ down: setup  ## Ask them to leave, and stop the embedded PostgreSQL
 	$(BIN)/flotilla down
 
 # More workers than cores: most of the time, tests wait for timers, for leases, and for processes to start.
-test: setup tools  ## Run every test
+test: setup tools $(if $(CI),$(BENCH_STAMP))  ## Run every test
 	$(BIN)/python -m pytest --numprocesses 8
 
 check: setup  ## Format, lint, types, import contract, documentation, model-migration drift

@@ -1,4 +1,7 @@
-"""The benchmarks run, in their short form: a figure nobody can take any more is no figure."""
+"""The benchmarks run, in their short form: a figure nobody can take any more is no figure.
+
+They take what their shortest measurements take, one after the other, because two at once would measure each other.
+"""
 
 import subprocess
 import sys
@@ -7,6 +10,9 @@ import pytest
 
 from benchmarks import peers
 from tests.support.fleet import ROOT, environment
+from tests.support.tools import missing
+
+pytestmark = pytest.mark.long
 
 FIGURES = {
     "throughput": ("Flotilla, one process", "pgbench, bare SQL", "≥ 40,000/s", "the feed costs"),
@@ -71,6 +77,6 @@ def test_there_is_no_benchmark_without_a_test(printed: str) -> None:
 @pytest.mark.timeout(1200)
 def test_the_peers_are_measured_beside_us(printed: str) -> None:
     if not peers.installed():
-        pytest.skip("the peers are not installed: only `make bench` needs them, and installs them")
+        missing("the peers are not installed: `make bench` installs them, which alone needs them")
     for peer in ("PgQueuer 1.", "Procrastinate 3."):
         assert peer in printed

@@ -35,6 +35,7 @@ def skewed(address: str, tmp_path: Path) -> Fleet:
     return Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_schedules", **wrong)
 
 
+@pytest.mark.long
 def test_the_clock_of_an_instance_decides_nothing(skewed: Fleet, address: str) -> None:
     with skewed as fleet, psycopg.connect(address, autocommit=True) as session:
         ships = [fleet.launch(FAKETIME=skew).wait_ready() for skew in SKEWS]

@@ -26,6 +26,7 @@ def desk(tmp_path: Path) -> Iterator[Path]:
     embedded.stop(tmp_path / ".flotilla" / "postgresql")
 
 
+@pytest.mark.long
 def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_database(desk: Path) -> None:
     port = free_port(3)
     up = run("up", "--port", str(port), cwd=desk)

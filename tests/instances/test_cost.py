@@ -10,6 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.fleet import Fleet, leader_of
 from tests.support.postgres import Postgres, server
 
@@ -28,6 +30,7 @@ def statements(log: Path) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.long
 def test_an_idle_follower_sends_two_statements_a_second_at_most_and_the_leader_ten(tmp_path: Any) -> None:
     with server(configuration=CONFIGURATION) as postgres, Fleet(postgres.address_of(), tmp_path) as fleet:
         ships = fleet.start(3)

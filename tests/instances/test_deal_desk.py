@@ -27,6 +27,8 @@ from examples.deal_desk.world.record import Everything
 from tests.support.fleet import NOBODY, ROOT, Fleet, environment, start
 from tests.support.postgres import Postgres, eventually, free_port
 
+pytestmark = pytest.mark.long
+
 DESK = [sys.executable, "-m", "examples.deal_desk"]
 MINUTE = 60.0
 # How long it may take to come to rest; twice. Together with the minute, less than a test may take.

@@ -28,8 +28,12 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
         yield own
 
 
+@pytest.mark.long
 def test_thirty_kills_with_two_hundred_runs_in_flight(fleet: Fleet, address: str) -> None:
-    """Runs are topped up to two hundred all the time; one instance after the other is killed and replaced."""
+    """Runs are topped up to two hundred all the time; one instance after the other is killed and replaced.
+
+    It takes as long as thirty instances need to start, one after the other.
+    """
     chance = random.Random(20)
     ships = fleet.start(INSTANCES)
     acknowledged: list[int] = []
@@ -108,7 +112,9 @@ def test_two_instances_triggered_at_the_same_moment_with_the_same_key_make_one_r
             assert len({each.result()["id"] for each in asked}) == 1
 
 
+@pytest.mark.long
 def test_a_database_that_is_away_for_twenty_seconds_loses_nothing(own_postgres: Postgres, tmp_path: Path) -> None:
+    """For longer than anything that might give up: leases, patience, the grace of names, a pool's pauses."""
     address = own_postgres.address_of()
     with psycopg.connect(address, autocommit=True) as session:
         session.execute(EFFECTS)

@@ -31,6 +31,7 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
         yield own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "asked-to-leave"])
 def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: bool) -> None:
     """One instance after the other is killed, or leaves in the middle of its runs, and is replaced."""

@@ -21,7 +21,7 @@ from tests.support.fleet import NOBODY, Fleet, Ship
 from tests.support.postgres import eventually, free_port
 from tests.support.tools import program
 
-CHECK_MS = 100
+CHECK_MS = 50
 CONFIGURATION = """
 global
     maxconn 2000
@@ -128,16 +128,18 @@ def back_in_rotation(entry: str, ship: Ship) -> None:
     eventually(served)
 
 
+@pytest.mark.long
 def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
     fleet: Fleet, entry: str, ports: list[int]
 ) -> None:
-    load = restart_each_three_times(fleet, entry, ports, drain_delay="0.8")
+    load = restart_each_three_times(fleet, entry, ports, drain_delay="1.5")
 
     assert load.outcomes["200"] > 300
     assert not load.failed
     assert not [line for ship in fleet.ships for line in ship.errors()]
 
 
+@pytest.mark.long
 def test_without_the_drain_delay_the_same_restarts_do_fail_requests(fleet: Fleet, entry: str, ports: list[int]) -> None:
     load = restart_each_three_times(fleet, entry, ports, drain_delay="0")
 

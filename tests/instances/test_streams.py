@@ -81,6 +81,7 @@ def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_noth
     assert set(said[-80:]) == {2}
 
 
+@pytest.mark.long
 def test_a_client_whose_instance_goes_misses_nothing_elsewhere(fleet: Fleet) -> None:
     """Killed and told to leave, in turn; the client goes on at another with `Last-Event-ID`."""
     chance = random.Random(4)

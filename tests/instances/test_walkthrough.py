@@ -167,6 +167,7 @@ def lend_environment(clone: Path) -> None:
     (clone / ".venv" / ".installed").touch()
 
 
+@pytest.mark.long
 def test_every_command_of_the_walkthrough_does_what_the_page_says(repository: Path, reader: Reader) -> None:
     for block in blocks():
         match block.kind:
