@@ -143,6 +143,7 @@ class Subject:
             "max_attempts": [action.max_attempts],
             "payloads": [None],
             "trigger": "code",
+            "mark": None,
         }
         with psycopg.connect(address) as session:
             statement = psycopg.ClientCursor(session).mogrify(NAMESPACE.sql(INSERT), values)

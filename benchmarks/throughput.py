@@ -132,6 +132,7 @@ def burn_down(postgres: Postgres, address: str, ship: Ship, runs: int, lines: in
             "max_attempts": [row[1]] * AT_ONCE,
             "payloads": [None] * AT_ONCE,
             "trigger": "code",
+            "mark": None,
         }
         if lines:
             batch["priorities"] = [apart(0, "in a line")] * AT_ONCE

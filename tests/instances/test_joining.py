@@ -85,7 +85,7 @@ def test_two_namespaces_in_one_database_see_nothing_of_each_other(fleet: Fleet, 
         # The same ids, in the same database, at the same time: only the first number of the lock tells them apart.
         rows = session.execute(
             "SELECT classid::regnamespace::text, array_agg(objid::int ORDER BY objid) FROM pg_locks "
-            "WHERE locktype = 'advisory' AND granted "
+            "WHERE locktype = 'advisory' AND objsubid = 2 AND granted "
             "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) GROUP BY 1"
         ).fetchall()
         assert dict(rows) == {"red": [1, 2], "blue_sea": [1, 2]}
