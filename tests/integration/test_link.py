@@ -151,6 +151,40 @@ def test_a_leader_declares_an_instance_gone_when_the_server_accepts_no_new_sessi
             operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true')
 
 
+def test_a_leader_that_gets_no_session_to_write_by_goes_on_leading_and_tries_again(
+    home: str, postgres: Postgres
+) -> None:
+    """Its place in the queue is a session too, and one that was given up could not be had again."""
+    with (
+        linked(home) as one,
+        linked(home) as two,
+        queued(home, one) as first,
+        psycopg.connect(home, autocommit=True) as session,
+        open_session(home, application="test", lease=None) as theirs,
+        postgres.session() as operator,
+    ):
+        eventually(lambda: first.leading)
+        other = REGISTER.join(theirs, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        with queued(home, two) as second:
+            eventually(lambda: candidates(session) == 1)
+            name = home.rpartition("/")[2]
+            operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false')
+            try:
+                first.step_down()
+                theirs.close()
+                eventually(lambda: second.leading)
+                looks = second.looks
+                # The first few are within the grace of the instance that died.
+                eventually(lambda: second.looks > looks + 10)
+                assert second.leading
+                assert second.terms == 1
+                assert living(session, other.id)
+            finally:
+                operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true')
+            eventually(lambda: not living(session, other.id))
+            assert second.terms == 1
+
+
 def test_there_is_one_leader_at_a_time_through_many_hand_overs(home: str) -> None:
     with linked(home) as one, linked(home) as two, linked(home) as three:
         leaders = [Leader(home, REGISTER, link) for link in (one, two, three)]

@@ -15,7 +15,7 @@ from app.fleet import FleetError, Held, LockCycle, LockLost, LockTaken, lock
 from app.fleet.cluster import holders, locks
 from app.fleet.cluster.lock_rows import RELEASE, RENEW, TAKE, WAIT
 from app.fleet.cluster.locks import Locks, Wanted
-from app.fleet.cluster.registry import Identity
+from app.fleet.cluster.registry import BATCH, Identity
 from app.fleet.db.direct import PATIENCE, open_session
 from app.fleet.errors import LockInvalid
 from tests.support.postgres import Postgres
@@ -472,6 +472,21 @@ async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_o
         assert await asyncio.wait_for(next_one, 10) == 2
         await waiting(here, 0)
         behind.cancel()
+
+
+async def test_a_death_passes_a_bounded_number_of_locks_on_at_once_and_the_rest_after_it(here: Desk) -> None:
+    await here.sql(
+        "INSERT INTO service_locks (name, token, instance_id) SELECT n, 1, 99 FROM generate_series(1, %s) AS n",
+        2 * BATCH + 500,
+    )
+    address = here.running.context.member._addresses.direct
+    left = []
+    with open_session(address, application="test") as session:
+        for _ in range(3):
+            more = await asyncio.to_thread(locks_of(here)._died, session, [99])
+            ((held,),) = await here.sql("SELECT count(*) FROM service_locks WHERE instance_id = 99")
+            left.append((more, held))
+    assert left == [(True, BATCH + 500), (True, 500), (False, 0)]
 
 
 async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(here: Desk) -> None:

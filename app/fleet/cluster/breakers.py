@@ -16,8 +16,8 @@ true and says what is true after it. What it promises:
 
     what happens                                the breaker
     the probe is cancelled                      the next one may probe at once
-    what became of the probe cannot be written  is told as soon as it can; the next one may after `probe_most`
-    the answer that lets the probe in is lost   the next one may after `probe_most`
+    the probe's result cannot be written        is told it again and again, until the next one may probe
+    the answer that lets the probe in is lost   the next one may probe after `probe_most`
     its instance dies                           the next one may, as soon as that one is declared gone
     the probe takes longer than `probe_most`    the next one may; what the late one reports is refused
     a body that came in earlier fails while     does not count that

@@ -199,24 +199,32 @@ class Leader:
     def _clean_up(self) -> None:
         """Do one batch of what a death left over. If this term ends first, periodic checks find the rest."""
         if self._unfinished:
-            identifier = self._unfinished.popleft()
-            self._write(partial(self._clean_up_after, identifier))
+            self._write(partial(self._clean_up_after, self._unfinished[0]))
 
     def _clean_up_after(self, identifier: int, session: Session) -> None:
-        if self._register.clean_up(session, identifier):
-            self._unfinished.append(identifier)
+        if not self._register.clean_up(session, identifier):
+            self._unfinished.popleft()
 
     def _write(self, work: Callable[[Session], object]) -> None:
-        """Do something that commits, on a second session; a broken one is replaced at the next call."""
+        """Do something that commits, on a second session. Without one, leave it to a later call."""
         if self._writer is None or self._writer.closed:
-            self._writer = open_session(self._address, application=self._application("leader"))
-            # It may be idle for a whole term; within a transaction, the lease holds.
-            self._writer.execute("SET idle_session_timeout = 0")
+            try:
+                self._writer = self._open_writer()
+            except (psycopg.Error, OSError) as error:
+                # No reason to end the term: the place in the queue is a session that could not be had again either.
+                log.debug("leader.cannot_write", reason=redact(" ".join(str(error).split())))
+                return
         try:
             work(self._writer)
         except psycopg.Error:
             self._close_writer()
             raise
+
+    def _open_writer(self) -> DirectSession:
+        writer = open_session(self._address, application=self._application("leader"))
+        # It may be idle for a whole term; within a transaction, the lease holds.
+        writer.execute("SET idle_session_timeout = 0")
+        return writer
 
     def _close_writer(self) -> None:
         writer, self._writer = self._writer, None
