@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
+from app.fleet import Run, action
+from app.fleet.errors import PayloadInvalid
 from app.fleet.http.problems import ERRORS_MOST, FIELD_MOST, ProblemDetails
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are, send
 from tests.integration.test_edge import is_problem
 from tests.support.runs import Desk, desk
 
 pytestmark = pytest.mark.anyio
+
+
+@action("texts")
+async def texts(_: Run[list[str]]) -> None: ...
 
 
 @pytest.fixture
@@ -42,6 +48,17 @@ async def test_a_thousand_wrong_fields_are_answered_with_the_first_of_them_and_t
         assert len(problem["errors"]) <= ERRORS_MOST
         assert len(answer.content) < 10_000
     assert await runs_there_are(here) == 0
+
+
+async def test_of_more_wrong_values_than_anyone_reads_only_the_number_is_said(here: Desk) -> None:
+    """Written out one by one, they would take hundreds of megabytes."""
+    many = {"runs": [{"action": "noop", **{f"field-{number}": 1 for number in range(10)}}] * 500}
+    problem: dict[str, Any] = is_problem(await post(here, "/runs:batch", many), "invalid")
+    assert (fields(problem), "5000 values" in str(problem["detail"])) == (["body"], True)
+    with pytest.raises(PayloadInvalid) as refused:
+        texts.encode([1] * 300_000)
+    assert [each["field"] for each in refused.value.errors] == ["payload"]
+    assert "300000 values" in str(refused.value)
 
 
 async def test_the_name_of_an_unknown_field_is_cut(here: Desk) -> None:

@@ -31,6 +31,7 @@ from app.fleet.duration import LONGEST, Duration, seconds, written
 from app.fleet.engine.run import P, Run
 from app.fleet.engine.schedule import Misfire, Overlap, Schedule
 from app.fleet.errors import ActionInvalid, ActionUnknown, PayloadInvalid, SettingsError
+from app.fleet.validation import wrong_parts
 
 Handler = Callable[[Any], Any]
 
@@ -135,8 +136,8 @@ def has_no_json(value: Any) -> bool:
 def payload_invalid(name: str, error: ValidationError) -> PayloadInvalid:
     """Say which field is wrong, and never repeat what was sent."""
     errors = [
-        {"field": ".".join(["payload", *(str(step) for step in part["loc"])]), "message": part["msg"]}
-        for part in error.errors(include_url=False, include_input=False, include_context=False)
+        {"field": ".".join(["payload", *(str(step) for step in part.place)]), "message": part.message}
+        for part in wrong_parts(error)
     ]
     text = "; ".join(f"{each['field']}: {each['message']}" for each in errors[:3])
     return PayloadInvalid(f"the payload does not fit the action {name!r}: {text}", errors)

@@ -38,7 +38,7 @@ HEADER = 4
 
 @dataclass(frozen=True, slots=True)
 class ListedRun(RunRecord):
-    """A run in a list. Of each field in `truncated`, which is null, it has the beginning."""
+    """A run in a list. A long payload, result, error or progress is null, and `truncated` has its beginning."""
 
     truncated: Mapping[str, str]
 

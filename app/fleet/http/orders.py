@@ -20,6 +20,7 @@ from app.fleet.errors import ActionUnknown, FleetError, PayloadInvalid, RunUnkno
 from app.fleet.http.context import Context
 from app.fleet.http.fields import Instant, Key, Payload
 from app.fleet.http.problems import NotFound, Unavailable, listed
+from app.fleet.validation import PARTS_MOST, wrong_parts
 
 MOST = 1000
 JSON = "Content-Type: application/json"
@@ -80,8 +81,8 @@ async def read(request: Request, adapter: TypeAdapter[Body]) -> Body:
     try:
         return adapter.validate_json(content or b"{}")
     except ValidationError as error:
-        parts = error.errors(include_url=False, include_context=False, include_input=False)
-        raise RequestValidationError([{"loc": ("body", *part["loc"]), "msg": part["msg"]} for part in parts]) from None
+        parts = [{"loc": ("body", *part.place), "msg": part.message} for part in wrong_parts(error)]
+        raise RequestValidationError(parts) from None
 
 
 def answer(adapter: TypeAdapter[Answer], value: Answer, status: int = 200, **headers: str) -> Response:
@@ -143,4 +144,6 @@ def misfits(context: Context, orders: Sequence[Order]) -> PayloadInvalid:
         except PayloadInvalid as wrong:
             parts = wrong.errors or [{"field": "payload", "message": str(wrong)}]
             errors += [{**part, "field": f"runs.{number}.{part['field']}"} for part in parts]
+        if len(errors) > PARTS_MOST:
+            break
     return PayloadInvalid(f"payloads do not fit their actions: {listed(errors)}", errors)
