@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 
 import pytest
+from sqlalchemy import text
 
 from app.fleet.cluster.anomalies import KINDS, Anomalies
 from tests.support.runs import Desk, desk, soon
@@ -158,3 +160,27 @@ async def test_keys_that_a_living_owner_does_not_come_to_an_end_with_are_an_anom
     await here.running.client.post(f"/runs/{run_id}/cancel")
     await here.ended(run_id)
     assert await found(here) == {}
+
+
+async def test_a_connection_that_is_out_for_too_long_is_an_anomaly_until_it_is_back(
+    here: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.db.pool.OUT_TOO_LONG", 0.001)
+    name = here.running.context.member.identity
+    assert name is not None
+
+    async def is_found() -> bool:
+        return await found(here) == {"connection_not_returned": name.name}
+
+    async def is_over() -> bool:
+        return await found(here) == {}
+
+    async with here.running.context.database.session() as session:
+        await session.execute(text("SELECT 1"))
+        await soon(is_found)
+        oldest = re.search(
+            r"^flotilla_pool_oldest_out_seconds (\S+)", (await here.running.client.get("/metrics")).text, re.MULTILINE
+        )
+        assert oldest is not None
+        assert float(oldest[1]) > 0
+    await soon(is_over)

@@ -11,6 +11,7 @@
     two_holders         a lock         somebody was let in while its holder still acted as such: it must never happen
     run_stuck           a run          its deadline is long over, and nobody has taken it back (`engine/recovery.py`)
     once_pending        a scope        keys have been pending for too long, and their owners live (`engine/once.py`)
+    connection_not_returned  an instance  a connection of its pool is out for longer than any transaction should last
 
 Each is in `GET /health/instances`, which looks when it is asked. The leader looks now and then by itself: for the log,
 where each is said once when it comes and once when it is over, and for a metric. Each kind has a page in docs/runbook.
@@ -47,6 +48,7 @@ KINDS = (
     "two_holders",
     "run_stuck",
     "once_pending",
+    "connection_not_returned",
 )
 EVERY = 30.0
 AFTER_DEFECT = 5.0
@@ -180,7 +182,7 @@ class Anomalies(Service):
 async def of_instances(connection: Connection, _: Namespace, living: Sequence[Instance]) -> Iterable[Anomaly]:
     row = await (await connection.execute(ALLOWED_CONNECTIONS)).fetchone()
     assert row is not None
-    return [*late(living), *apart(living), *over_budget(living, int(row[0]))]
+    return [*late(living), *apart(living), *over_budget(living, int(row[0])), *not_returned(living)]
 
 
 async def of_leadership(connection: Connection, namespace: Namespace, living: Sequence[Instance]) -> Iterable[Anomaly]:
@@ -254,6 +256,19 @@ def over_budget(living: Sequence[Instance], allowed: int) -> Iterator[Anomaly]:
             f"{len(living)} living instances may open {wanted} sessions, and the server allows {allowed}: lower "
             f"FLOTILLA_POOL_MAX, run fewer instances, raise max_connections, or put a pooler in front of DATABASE_URL",
         )
+
+
+def not_returned(living: Sequence[Instance]) -> Iterator[Anomaly]:
+    for instance in living:
+        if (seconds := instance.connection_out_seconds) is not None:
+            yield Anomaly(
+                "connection_not_returned",
+                instance.name,
+                instance.heartbeat_at - timedelta(seconds=seconds),
+                f"a connection of its pool has been out for {seconds:.0f} s, longer than any transaction should last: "
+                f"code that holds a session open, or a connection that is never given back; when all are out, this "
+                f"instance answers 503",
+            )
 
 
 def held_long(locks: Sequence[tuple[Any, ...]]) -> Iterator[Anomaly]:

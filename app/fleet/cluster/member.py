@@ -112,6 +112,8 @@ class Member(Service):
         self._link = Link(addresses.direct, self._register, wanted, callbacks, running=self._count)
         database.compare_with(lambda: self._link.mark)
         self.on_linked(database.compare)
+        self._reported_connection: float | None = None
+        self.on_beat(self._report_connection)
         self._leader = Leader(addresses.direct, self._register, self._link, self._elected)
 
     # -- for the rooms above, before the start ------------------------------------------------------------------------
@@ -264,6 +266,13 @@ class Member(Service):
 
     def _in_loop(self, what: Callable[[str], None], text: str) -> None:
         self.in_loop(partial(what, text))
+
+    def _report_connection(self, session: Session, me: Identity) -> None:
+        """Write that a connection of the pool has been out for too long, and once that none is any more."""
+        seconds = self._database.connection_out_too_long()
+        if seconds is not None or self._reported_connection is not None:
+            self._register.report_connection(session, me, seconds)
+        self._reported_connection = seconds
 
     def _write_final_record(self, identifier: int) -> None:
         try:

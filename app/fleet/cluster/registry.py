@@ -95,6 +95,12 @@ WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
 RETURNING drain_requested_at IS NOT NULL, drain_reason, clock_timestamp()
 """
 
+REPORT_CONNECTION = """
+UPDATE {schema}.instances
+SET connection_out_seconds = %(seconds)s
+WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
+"""
+
 LEAVE = """
 UPDATE {schema}.instances
 SET state = 'gone', gone_at = clock_timestamp(), gone_reason = %(reason)s, running = 0, shutdown = %(shutdown)s
@@ -163,7 +169,7 @@ LIST = """
 SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.workspace, i.connections, i.running,
        i.started_at, i.gone_at, i.gone_reason, i.shutdown, i.server_started_at,
        (extract(epoch FROM clock_timestamp() - i.heartbeat_at) * 1000)::int8 AS heartbeat_age_ms,
-       i.heartbeat_at, i.clock_ahead,
+       i.heartbeat_at, i.clock_ahead, i.connection_out_seconds,
        i.state <> 'gone' AND EXISTS (
            SELECT FROM pg_catalog.pg_locks AS l
            WHERE l.locktype = 'relation' AND l.granted AND l.mode = 'ExclusiveLock' AND l.pid = i.turn_pid
@@ -265,6 +271,8 @@ class Instance:
     shutdown: list[dict[str, Any]] | None
     # Seconds; null until it has compared them.
     clock_ahead: float | None
+    # How long a connection of its pool has been out, if that is too long.
+    connection_out_seconds: float | None
     leader: bool
     # The names of those it holds.
     locks: Sequence[str]
@@ -328,6 +336,11 @@ class Register:
         values = {"id": me.id, "run_id": me.run_id, "state": state, "running": running, "ahead": ahead}
         row = session.execute(self._sql(BEAT), values).fetchone()
         return None if row is None else Answered(*row)
+
+    def report_connection(self, session: Session, me: Identity, seconds: float | None) -> None:
+        """Write how long a connection of our pool has been out, or that none has been for too long."""
+        values = {"id": me.id, "run_id": me.run_id, "seconds": seconds}
+        session.execute(self._sql(REPORT_CONNECTION), values)
 
     def leave(self, session: Session, identifier: int, reason: str, shutdown: list[dict[str, Any]]) -> None:
         """Declare ourselves gone, unless somebody has; what a death asks for happens once, whoever is first."""

@@ -76,6 +76,8 @@ AWAY_PATIENCE = 1.0
 RETURN_PATIENCE = 2.0
 # How long a transaction may idle if `STATEMENT_TIMEOUT` is 0, which is no limit for statements alone.
 IDLE_IN_TRANSACTION = 30.0
+# So many times `STATEMENT_TIMEOUT` a transaction should not last: some statements, and some pauses between them.
+OUT_TOO_LONG = 4
 # Beyond the SQLSTATE classes 08 (connection) and 57P (shutdown): read-only means a demoted primary.
 READ_ONLY = "25006"
 ELSEWHERE = "DATABASE_URL leads to another database than the link's session"
@@ -308,6 +310,16 @@ class Database(Service):
         self._returning.add(returning)
         returning.add_done_callback(self._returning.discard)
         await asyncio.shield(returning)
+
+    def oldest_out_seconds(self) -> float:
+        """How long the connection borrowed first has been out; those of lanes do not count. Any thread may ask."""
+        now = time.monotonic()
+        return max((now - since for since in list(self._out.values()) if since is not None), default=0.0)
+
+    def connection_out_too_long(self) -> float | None:
+        """The same, if it is longer than any transaction should last."""
+        seconds = self.oldest_out_seconds()
+        return seconds if seconds > OUT_TOO_LONG * (self._settings.statement_timeout or IDLE_IN_TRANSACTION) else None
 
     @property
     def connections_out(self) -> int:

@@ -65,6 +65,8 @@ instances = Table(
     Column("turn_pid", Integer),
     # How far its machine's clock is ahead of PostgreSQL's, in seconds, as of its last heartbeat; for people.
     Column("clock_ahead", Float),
+    # How long a connection of its pool has been out, if that is longer than any transaction should last.
+    Column("connection_out_seconds", Float),
     Column("drain_requested_at", DateTime(timezone=True)),
     Column("drain_reason", Text),
     Column("gone_at", DateTime(timezone=True)),

@@ -48,6 +48,7 @@ def values(context: Context) -> Mapping[str, Value]:
             ("in_use",): max(0, pool.get("pool_size", 0) - available),
         },
         "flotilla_pool_waiting": pool.get("requests_waiting", 0),
+        "flotilla_pool_oldest_out_seconds": database.oldest_out_seconds(),
         "flotilla_pool_refused_total": pool.get("requests_errors", 0),
         "flotilla_runs_running": len(executor.running_runs),
         "flotilla_runs_claimed_total": executor.claimed,

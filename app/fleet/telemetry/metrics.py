@@ -38,6 +38,9 @@ DEFINITIONS = (
     Definition("flotilla_pool_outages_total", "counter", "How often the pool lost the database"),
     Definition("flotilla_pool_connections", "gauge", "Connections of the pool", ("state",)),
     Definition("flotilla_pool_waiting", "gauge", "Requests waiting for a connection"),
+    Definition(
+        "flotilla_pool_oldest_out_seconds", "gauge", "How long the connection borrowed first has been out of the pool"
+    ),
     Definition("flotilla_pool_refused_total", "counter", "Requests that got no connection in time"),
     Definition("flotilla_runs_running", "gauge", "Attempts under way on this instance"),
     Definition("flotilla_runs_claimed_total", "counter", "Attempts this instance began"),

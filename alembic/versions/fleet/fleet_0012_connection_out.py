@@ -1,0 +1,18 @@
+"""How long an instance's pool has missed a connection, if that is longer than any transaction should last."""
+
+import sqlalchemy as sa
+
+from alembic import op
+
+revision = "fleet_0012"
+down_revision = "fleet_0011"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("instances", sa.Column("connection_out_seconds", sa.Float))
+
+
+def downgrade() -> None:
+    op.drop_column("instances", "connection_out_seconds")
