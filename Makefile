@@ -47,8 +47,9 @@ $(BENCH_STAMP): requirements-bench.lock $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-bench.lock
 	@touch $(BENCH_STAMP)
 
-chaos: setup  ## Kill, freeze and cut off the holders of a lock ten thousand turns long, and judge by the effects
-	$(BIN)/python -m tests.chaos
+chaos: setup  ## Kill, freeze and cut off the holders of a lock; break connections for a quarter of an hour; judge by the effects
+	$(BIN)/python -m tests.chaos exclusion
+	$(BIN)/python -m tests.chaos attrition
 
 image-test: setup  ## Build the Dockerfile for real, without a container engine, and serve from the result (root)
 	scripts/image-test

@@ -1,6 +1,10 @@
-"""`python -m tests.chaos [--rounds N] [--seed N] [--without-guard]`: the long run of mutual exclusion, as `make chaos`.
+"""`python -m tests.chaos [exclusion|attrition] …`: the long runs, as `make chaos`.
 
-Ends with 0 if the effects say what they should: with the guard, that nothing came late; without it, that something did.
+exclusion [--rounds N] [--seed N] [--without-guard]
+    Ends with 0 if the effects say what they should: with the guard, that nothing came late; without it, that
+    something did.
+attrition [--seconds N] [--rate N]
+    Ends with 0 if nothing was lost or doubled, no connection is missing, and each phase kept up.
 """
 
 import argparse
@@ -9,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.chaos import attrition
 from tests.chaos.exclusion import CONFIGURATION, strike
 from tests.support.postgres import server
 
@@ -17,18 +22,32 @@ CALM = 150
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Mutual exclusion of effects.")
-    parser.add_argument("--rounds", type=int, default=10_000, help="how often the lock is taken")
-    parser.add_argument("--seed", type=int, default=20, help="of what the nemesis does")
-    parser.add_argument("--without-guard", action="store_true", help="show that effects come late then")
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Long runs with faults.")
+    parser.add_argument("program", nargs="?", choices=["exclusion", "attrition"], default="exclusion")
+    parser.add_argument("--rounds", type=int, default=10_000, help="exclusion: how often the lock is taken")
+    parser.add_argument("--seed", type=int, default=20, help="exclusion: of what the nemesis does")
+    parser.add_argument("--without-guard", action="store_true", help="exclusion: show that effects come late then")
+    parser.add_argument("--seconds", type=float, default=180, help="attrition: how long each phase lasts")
+    parser.add_argument("--rate", type=int, default=600, help="attrition: runs a second")
     given = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    sys.exit(not (wears(given) if given.program == "attrition" else excludes(given)))
+
+
+def excludes(given: argparse.Namespace) -> bool:
     with server(configuration=CONFIGURATION) as postgres, tempfile.TemporaryDirectory() as folder:
         verdict = strike(
             postgres, Path(folder), rounds=given.rounds, calm=CALM, seed=given.seed, guarded=not given.without_guard
         )
     sys.stdout.write(f"{verdict}\n")
-    sys.exit(verdict.exclusive == given.without_guard)
+    return bool(verdict.exclusive != given.without_guard)
+
+
+def wears(given: argparse.Namespace) -> bool:
+    with server(configuration=attrition.CONFIGURATION) as postgres, tempfile.TemporaryDirectory() as folder:
+        verdict = attrition.wear(postgres, Path(folder), seconds=given.seconds, rate=given.rate)
+    sys.stdout.write(f"{verdict}\n")
+    return verdict.correct and verdict.keeps_up
 
 
 if __name__ == "__main__":

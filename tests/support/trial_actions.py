@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -361,6 +362,31 @@ async def strike(run: Run) -> None:
                 done += 1
         if done % 10 == 0:
             await run.checkpoint(done)
+
+
+@action("wear", retries=30, retry_delay="50ms")
+async def wear(run: Run) -> None:
+    """Leave an effect, by `run.commit` or in a guarded session; in its first attempt, with trouble if that is asked."""
+    trouble = run.payload["trouble"] if run.attempt == 1 else None
+
+    async def leave() -> None:
+        async with run.commit() if run.payload["commit"] else session() as transaction:
+            await transaction.execute(EFFECT, effect(run, "left"))
+            if trouble == "idle":
+                # Longer than the instance lets a transaction idle.
+                await asyncio.sleep(1.5)
+            if not run.payload["commit"]:
+                await run.guard(transaction)
+
+    leaving = asyncio.create_task(leave())
+    if trouble == "cancelled":
+        asyncio.get_running_loop().call_later(random.uniform(0, 0.01), leaving.cancel)
+    try:
+        await leaving
+    except asyncio.CancelledError:
+        if trouble is None or not leaving.cancelled():
+            raise
+        raise TryAgain("cancelled in its transaction", after="50ms") from None
 
 
 @action("take-permits", retries=0)
