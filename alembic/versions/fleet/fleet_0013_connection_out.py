@@ -4,8 +4,8 @@ import sqlalchemy as sa
 
 from alembic import op
 
-revision = "fleet_0012"
-down_revision = "fleet_0011"
+revision = "fleet_0013"
+down_revision = "fleet_0012"
 branch_labels = None
 depends_on = None
 
