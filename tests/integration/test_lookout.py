@@ -89,6 +89,19 @@ async def test_a_run_that_ended_while_the_database_was_away_is_not_taken_for_one
         assert (run.state, run.attempt) == ("succeeded", 1)
 
 
+async def test_a_lookout_that_fails_again_and_again_says_so(
+    here: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await looks(here, 1)
+    broken = lookout.LOOK.replace("clock_timestamp()", "'58028-01-01'::timestamptz")
+    monkeypatch.setattr(lookout, "LOOK", broken)
+
+    async def said() -> bool:
+        return any(each.levelname == "WARNING" and each.msg == "lookout.failed" for each in caplog.records)
+
+    await soon(said)
+
+
 async def test_an_instance_reads_its_own_runs_and_not_those_of_others(address: str) -> None:
     async with table(address, declare("one"), declare("two")) as here:
         instances = [await here.instance(f"i-{number}") for number in range(3)]

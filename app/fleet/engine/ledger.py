@@ -18,7 +18,7 @@ Every statement asks for `(id, token)` and the state `running`. A row that is no
 refused, counted, and whoever still works on the run is stopped. Unless it is our own write come back: when a
 connection breaks under a statement, nobody knows whether it happened, so it is sent again, and what is missing then
 may simply be done. `CONFIRM` tells the two apart: what we ended bears our token, and nobody else can have that. Of
-events, `SAID_BEFORE` does: they move the run's counter from where we know it to be (`stream/events.py`).
+events, `STILL_OURS` does: they move the run's counter from where we know it to be (`stream/events.py`).
 
     failure                                   what happens
     process dies before the statement         the run is taken over and attempted again

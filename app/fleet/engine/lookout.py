@@ -55,6 +55,8 @@ from app.fleet.telemetry.logs import events
 EVERY = 2.0
 AFTER_DEFECT = 1.0
 BACK_UP = 1.0
+# A lookout that fails so often in a row says so: without it, whatever a notification did not tell is not seen at all.
+FAILED_OFTEN = 5
 # For how long it is one instance's turn: longer than any interval between two looks, so that it looks at least once.
 TURN = 1.5 * EVERY
 # Between two looks that follow each other without a pause. The second may have waited for a connection.
@@ -162,6 +164,8 @@ class Lookout(Service):
         # Since when looks have followed each other without a failure or a pause, and the last of them.
         self._sound_since: float | None = None
         self._looked_at = 0.0
+        # Looks that have failed since the last one that did not.
+        self._failed = 0
         # Runs under our id that nobody here knows, with the number of the latest claim that may have taken them.
         self._unknown: dict[tuple[int, int], int] = {}
         self._wake = asyncio.Event()
@@ -183,9 +187,15 @@ class Lookout(Service):
             if identity is not None and self._member.holds():
                 try:
                     await self._look(identity.id)
+                    self._failed = 0
                 except (psycopg.Error, DatabaseError) as error:
                     self._sound_since = None
-                    log.debug("lookout.failed", reason=" ".join(str(error).split()))
+                    self._failed += 1
+                    reason = " ".join(str(error).split())
+                    if self._failed % FAILED_OFTEN == 0:
+                        log.warning("lookout.failed", reason=reason)
+                    else:
+                        log.debug("lookout.failed", reason=reason)
                 except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
                     log.error("engine.defect", error=error, service="lookout")
                     await asyncio.sleep(AFTER_DEFECT)
