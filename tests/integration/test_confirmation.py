@@ -1,5 +1,9 @@
 """A connection that breaks at the commit: the answer is what was done, or that it is not known."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 
 from app.fleet.engine import confirm
 from app.fleet.engine.trigger import Order
+from app.fleet.errors import OutcomeUnknown
 from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem
 from tests.support.postgres import Postgres
@@ -135,3 +140,21 @@ async def test_reading_may_be_repeated_whenever_the_connection_breaks(here: Desk
     refused = await here.running.client.get("/runs/4711")
     assert proxy.sprung.is_set()
     is_problem(refused, "unavailable")
+
+
+def test_a_command_whose_commit_was_not_confirmed_says_that_its_outcome_is_not_known(
+    address: str, proxy: Proxy
+) -> None:
+    through = f"postgresql://postgres@127.0.0.1:{proxy.port}/{address.rpartition('/')[2]}"
+    environment = {**os.environ, "DATABASE_URL": through, "FLOTILLA_ACTIONS": "tests.support.trial_actions"}
+    with psycopg.connect(address, autocommit=True) as direct:
+        direct.execute(
+            "INSERT INTO flotilla.actions (name, misfire, overlap, priority, max_attempts, retention) "
+            "VALUES ('echo', 'once', 'allow', 0, 1, '7d')"
+        )
+        proxy.withhold_answer(SENT, b"COMMIT")
+        command = [sys.executable, "-m", "app", "trigger", "echo", "--payload", json.dumps(MARKED)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == OutcomeUnknown.exit_code == 4
+        assert "look whether the change is there" in done.stderr
+        assert direct.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (1,)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from app.fleet.cli.terminal import AsJson, at, connected, load, say, say_json, say_table
+from app.fleet.cli.terminal import AsJson, at, changing, connected, load, say, say_json, say_table
 from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
@@ -60,7 +60,7 @@ async def everything(settings: FleetSettings) -> list[ActionRecord]:
 
 
 async def change(settings: FleetSettings, command: str, what: Change, name: str) -> ActionRecord:
-    async with connected(settings) as (connection, namespace):
+    async with changing(settings) as (connection, namespace):
         async with connection.transaction():
             await commands.announce(connection, namespace, command, name)
             await what(connection, namespace, name)

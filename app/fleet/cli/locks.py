@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from app.fleet.cli.terminal import AsJson, connected, lasted, load, say, say_json, say_table
+from app.fleet.cli.terminal import AsJson, changing, connected, lasted, load, say, say_json, say_table
 from app.fleet.cluster import commands, holders
 from app.fleet.cluster.holders import LockRecord
 from app.fleet.settings import FleetSettings
@@ -46,7 +46,7 @@ async def everything(settings: FleetSettings) -> Sequence[LockRecord]:
 
 
 async def force(settings: FleetSettings, name: str, reason: str) -> LockRecord:
-    async with connected(settings) as (connection, namespace), connection.transaction():
+    async with changing(settings) as (connection, namespace), connection.transaction():
         await commands.announce(connection, namespace, "release", name)
         return await holders.force(connection, namespace, name, reason=reason, by=commands.operator())
 

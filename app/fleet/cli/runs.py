@@ -9,7 +9,18 @@ import typer
 from typer.core import TyperGroup
 
 from app.fleet.cli.follow import follow, follow_all
-from app.fleet.cli.terminal import AsJson, at, connected, load, one_line, own_name_as_typed, say, say_json, say_table
+from app.fleet.cli.terminal import (
+    AsJson,
+    at,
+    changing,
+    connected,
+    load,
+    one_line,
+    own_name_as_typed,
+    say,
+    say_json,
+    say_table,
+)
 from app.fleet.cli.terminal import took as duration
 from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
@@ -159,7 +170,7 @@ async def look(settings: FleetSettings, run: int) -> RunRecord:
 
 
 async def do(settings: FleetSettings, command: str, request: Request, run: int) -> RunRecord:
-    async with connected(settings) as (connection, namespace), connection.transaction():
+    async with changing(settings) as (connection, namespace), connection.transaction():
         await commands.announce(connection, namespace, command, f"run {run}")
         return await request(connection, namespace, run)
 
@@ -167,7 +178,7 @@ async def do(settings: FleetSettings, command: str, request: Request, run: int) 
 async def revive(
     settings: FleetSettings, action: str, states: list[str], since: timedelta | None, until: timedelta | None
 ) -> runs.Retried:
-    async with connected(settings) as (connection, namespace):
+    async with changing(settings) as (connection, namespace):
         action_id = await overview.id_of(connection, namespace, action)
         count = await runs.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
         await commands.announce(connection, namespace, "runs retry-all", f"{action} {count.many} runs")

@@ -26,8 +26,8 @@ from app.fleet.cluster.registry import Register, Session
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
-from app.fleet.errors import SchemaOutdated
+from app.fleet.db.pool import Connection, shows_an_outage
+from app.fleet.errors import OutcomeUnknown, SchemaOutdated
 from app.fleet.settings import FleetSettings
 
 # Piped, a table is as wide as it needs to be: a name cut to fit 80 columns helps nobody.
@@ -74,6 +74,21 @@ async def connected(settings: FleetSettings) -> AsyncIterator[tuple[Connection, 
         )
         async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as connection:
             yield connection, namespace
+
+
+@contextlib.asynccontextmanager
+async def changing(settings: FleetSettings) -> AsyncIterator[tuple[Connection, Namespace]]:
+    """Open a connection for a command that changes something; if it breaks, the outcome is unknown."""
+    async with connected(settings) as (connection, namespace):
+        try:
+            yield connection, namespace
+        except psycopg.Error as error:
+            if not shows_an_outage(error):
+                raise
+            raise OutcomeUnknown(
+                "the connection to PostgreSQL broke before it confirmed the change: look whether the change is there "
+                "before you repeat the command"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import pydantic_core
 import typer
 
 from app.fleet.cli.follow import follow
-from app.fleet.cli.terminal import AsJson, connected, load, own_name_as_typed, say, say_json
+from app.fleet.cli.terminal import AsJson, changing, load, own_name_as_typed, say, say_json
 from app.fleet.cluster import commands
 from app.fleet.engine import overview, runs
 from app.fleet.engine.actions import PRIORITIES, Catalogue
@@ -66,7 +66,7 @@ class Made:
 
 
 async def insert_one(settings: FleetSettings, catalogue: Catalogue, order: Order) -> Made:
-    async with connected(settings) as (connection, namespace):
+    async with changing(settings) as (connection, namespace):
         await learn_ids(connection, namespace, catalogue)
         try:
             prepared = prepare(catalogue, order)
