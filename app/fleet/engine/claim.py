@@ -32,6 +32,10 @@ One order holds for all of them, limited or not, in lines or not: the highest pr
 place where a run waits longest. Places of one priority have equal shares of a claim; a lower priority has what all
 places of the higher ones have left.
 
+The floor does not hold for an action with `concurrency`: each claim counts what runs of it, through an index that keeps
+the entries of runs that have ended until vacuum removes them. Under a snapshot that is held for long, that count takes
+about 6 ms for every 100,000 runs of the action that ended meanwhile. An action with a `rate` alone counts nothing.
+
 A claim has `HEAVY` bytes of payloads and checkpoints at the most (`taking.py`); what it had to leave is claimed next.
 
 Lock order: instance, actions by id, runs.
