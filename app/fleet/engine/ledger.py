@@ -184,7 +184,8 @@ JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token) USING (id, tok
 WHERE r.id = ANY (%(ids)s) AND {is_running()}
 """
 
-# KEY SHARE, because a takeover locks FOR UPDATE, which waits for it, and a checkpoint does not, which need not.
+# KEY SHARE: a statement that takes the run back locks its row FOR UPDATE and skips the row while this lock is held. A
+# checkpoint updates no key column, so it does not conflict with this lock.
 GUARD = f"""
 SELECT id FROM {{schema}}.runs AS r WHERE id = %(id)s AND token = %(token)s AND {is_running()} FOR KEY SHARE
 """

@@ -1,7 +1,8 @@
 """A run as its action sees it: what it was given, and what it may do.
 
-Everything it writes carries the run's token. Once the run was taken over (its instance was declared dead, or it
-exceeded its deadline), the token is out of date and every write raises `Fenced`; nothing of it is kept.
+Everything it writes carries the run's token. Once the run was taken back (its instance was declared gone, or it
+exceeded its deadline), the run is `pending`, and then running with a higher token. Every write of the old attempt
+raises `Fenced` from then on, and nothing of it is kept.
 
     await run.checkpoint(state)      durable when it returns; the next attempt finds it in `run.state`
     await run.emit(kind, data)       an event, in order; `run.progress` is one of them
