@@ -293,8 +293,10 @@ def test_where_every_connection_has_a_request_others_are_503_and_probes_are_answ
 def test_streams_leave_room_for_other_requests(small: Ship) -> None:
     with ExitStack() as stack:
         for _ in range(LIMIT * 3 // 4):
-            stack.enter_context(connect(small)).sendall(b"GET /events HTTP/1.1\r\nHost: service\r\n\r\n")
-        eventually(lambda: small.status("/events", timeout=1) == 503)
+            client = stack.enter_context(connect(small))
+            client.sendall(b"GET /events HTTP/1.1\r\nHost: service\r\n\r\n")
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        assert small.status("/events") == 503
         assert small.status("/actions") == 200
 
 
