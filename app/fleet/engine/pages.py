@@ -26,6 +26,7 @@ from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
+from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.engine.runs import ACTIVE, RunRecord, State
 
 WHOLE_MOST = 1024
@@ -163,6 +164,7 @@ async def find_page(
     statement = page_sql(of_action=action_id is not None, states=states)
     values = {"action_id": action_id, "limit": limit, "before": NEWEST if before is None else before}
     async with connection.cursor(row_factory=class_row(ListedRun)) as cursor:
+        cursor.adapters.register_loader("json", StoredJsonLoader)
         # Planned for these very values: a plan for any action and any limit may read whole tables.
         await cursor.execute(namespace.sql(statement), values, prepare=False)
         return await cursor.fetchall()
@@ -171,5 +173,6 @@ async def find_page(
 async def find_listed(connection: Connection, namespace: Namespace, identifiers: Sequence[int]) -> list[ListedRun]:
     """Return these runs as a list shows them, in any order."""
     async with connection.cursor(row_factory=class_row(ListedRun)) as cursor:
+        cursor.adapters.register_loader("json", StoredJsonLoader)
         await cursor.execute(namespace.sql(LIST), {"ids": list(identifiers)})
         return await cursor.fetchall()
