@@ -9,9 +9,6 @@ from app.fleet.db.direct import LEASE
 from tests.support.fleet import Fleet, Ship, blocked, by_name, leader_of
 from tests.support.postgres import Postgres, eventually
 
-# What the benchmark measures in milliseconds is bounded here for hangs only.
-GENEROUS = 10.0
-
 
 def others(ships: list[Ship], one: Ship) -> list[Ship]:
     return [ship for ship in ships if ship is not one]
@@ -22,7 +19,7 @@ def row(witness: Ship, name: str) -> dict[str, Any]:
 
 
 def wait_for_more(ship: Ship, event: str, than: int) -> None:
-    eventually(lambda: len(ship.lines(event)) > than, within=GENEROUS)
+    eventually(lambda: len(ship.lines(event)) > than)
 
 
 def presence_backend(postgres: Postgres, address: str, identifier: int) -> int:
@@ -44,7 +41,7 @@ def test_a_killed_follower_is_declared_gone_and_the_leader_stays(fleet: Fleet) -
     name = victim.me()["name"]
     victim.kill()
 
-    eventually(lambda: row(leader, name)["state"] == "gone", within=GENEROUS)
+    eventually(lambda: row(leader, name)["state"] == "gone")
     dead = row(leader, name)
     assert dead["gone_reason"] == "its session ended"
     assert leader_of(others(ships, victim)) is leader
@@ -57,7 +54,7 @@ def test_a_killed_leader_is_declared_gone_and_another_leads(fleet: Fleet) -> Non
     leader.kill()
 
     witness = others(ships, leader)[0]
-    eventually(lambda: row(witness, name)["state"] == "gone", within=GENEROUS)
+    eventually(lambda: row(witness, name)["state"] == "gone")
     view = witness.instances()
     assert view["leader"] in {ship.me()["name"] for ship in others(ships, leader)}
     assert sum(each["leader"] for each in view["instances"]) == 1
@@ -70,12 +67,12 @@ def test_a_frozen_instance_loses_its_lease_and_comes_back_as_somebody_new(fleet:
     witness = others(ships, frozen)[0]
     frozen.freeze()
     began = time.monotonic()
-    eventually(lambda: row(witness, before["name"])["state"] == "gone", within=15)
+    eventually(lambda: row(witness, before["name"])["state"] == "gone")
     assert time.monotonic() - began > 2.5, "the server let go before the instance would have fenced itself"
     assert witness.instances()["leader"] != before["name"]
     frozen.thaw()
 
-    eventually(lambda: frozen.lines("instance.identity_lost"), within=GENEROUS)
+    eventually(lambda: frozen.lines("instance.identity_lost"))
     frozen.wait_ready()
     after = frozen.me()
     assert after["id"] > before["id"]
@@ -94,7 +91,7 @@ def test_a_frozen_candidate_loses_its_place_in_the_queue_with_its_identity(fleet
     name = frozen.me()["name"]
     (third,) = fleet.start()
     frozen.freeze()
-    eventually(lambda: row(leader, name)["state"] == "gone", within=15)
+    eventually(lambda: row(leader, name)["state"] == "gone")
     with postgres.session(fleet.address.rpartition("/")[2]) as session:
         waiting = (
             "SELECT count(*) FROM pg_locks WHERE relation = 'flotilla.leader_turn'::regclass AND mode = 'ExclusiveLock'"
@@ -131,7 +128,7 @@ def test_a_restart_of_the_database_is_nobodys_death(own_postgres: Postgres, tmp_
         leader_of(ships)
         before = {ship.port: ship.me()["id"] for ship in ships}
         own_postgres.stop(mode)
-        eventually(lambda: all(ship.status() == 503 for ship in ships), within=GENEROUS)
+        eventually(lambda: all(ship.status() == 503 for ship in ships))
         assert all(ship.status("/health/live") == 200 for ship in ships)
         own_postgres.start_again()
 
@@ -206,7 +203,7 @@ def test_one_that_dies_while_the_database_is_down_is_found_out_afterwards(
 
         (survivor,) = others(ships, victim)
         survivor.wait_ready()
-        eventually(lambda: row(survivor, name)["state"] == "gone", within=GENEROUS)
+        eventually(lambda: row(survivor, name)["state"] == "gone")
 
 
 def test_a_crash_of_the_server_that_keeps_its_postmaster_is_nobodys_death(
@@ -223,7 +220,7 @@ def test_a_crash_of_the_server_that_keeps_its_postmaster_is_nobodys_death(
             import signal
 
             os.kill(victim, signal.SIGKILL)
-            eventually(lambda: all(ship.lines("link.lost") for ship in ships), within=GENEROUS)
+            eventually(lambda: all(ship.lines("link.lost") for ship in ships))
         for ship in ships:
             ship.wait_ready()
         time.sleep(4)

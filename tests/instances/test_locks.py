@@ -79,10 +79,10 @@ def test_a_holder_that_was_frozen_writes_nothing_guarded_after_the_next_one(flee
     finally:
         owner.thaw()
     if guarded:
-        eventually(lambda: owner.lines("lock.refused"), within=30)
+        eventually(lambda: owner.lines("lock.refused"))
         assert [token for token, _ in effects(fleet.address, "locked")] == [2]
     else:
-        eventually(lambda: [token for token, _ in effects(fleet.address, "locked")] == [2, 1], within=30)
+        eventually(lambda: [token for token, _ in effects(fleet.address, "locked")] == [2, 1])
 
 
 def test_a_singleton_runs_on_one_instance_and_moves_on_when_that_one_leaves_or_dies(fleet: Fleet) -> None:

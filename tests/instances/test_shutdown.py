@@ -190,7 +190,7 @@ def test_down_works_even_when_its_notification_is_lost(fleet: Fleet) -> None:
     (ship,) = fleet.start()
     with psycopg.connect(fleet.address) as session:
         session.execute("UPDATE flotilla.instances SET drain_requested_at = clock_timestamp()")
-    ship.wait_exit(within=20)
+    ship.wait_exit()
 
 
 PATCH = """
@@ -262,7 +262,7 @@ def end_with_in_flight(fleet: Fleet, path: str) -> Ship:
     eventually(lambda: "flotilla_requests_in_flight 2.0" in ship.client.get("/metrics").text)
     ship.client.close()
     ship.terminate()
-    ship.wait_exit(within=20)
+    ship.wait_exit()
     flying.join()
     return ship
 

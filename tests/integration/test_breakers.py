@@ -84,7 +84,7 @@ class Hand:
                 await leave.wait()
 
         staying = asyncio.create_task(stay())
-        await asyncio.wait_for(entered.wait(), 20)
+        await asyncio.wait_for(entered.wait(), 60)
         try:
             yield leave
         finally:

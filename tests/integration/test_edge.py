@@ -269,7 +269,7 @@ async def test_head_of_what_is_not_there_or_has_no_get_is_refused_as_get_is(runn
 
 async def test_head_of_a_stream_answers_at_once_and_leaves_none_open(running: Running) -> None:
     for path in ("/events", "/trial/events", "/trial/download?seconds=3600"):
-        head = await asyncio.wait_for(running.client.head(path), 20)
+        head = await asyncio.wait_for(running.client.head(path), 60)
         assert (head.status_code, head.content) == (200, b"")
         assert running.context.open_streams.total() == running.context.in_flight == 0
     assert (await running.client.head("/events")).headers["content-type"].startswith("text/event-stream")

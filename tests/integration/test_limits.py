@@ -312,7 +312,7 @@ async def test_while_the_database_is_away_nobody_passes_and_then_they_do(address
                 await limits.take(wanted, 0.2)
             assert not waiting.done()
             proxy.heal()
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, 60)
 
 
 # -- what is asked for ------------------------------------------------------------------------------------------------

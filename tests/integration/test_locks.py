@@ -188,7 +188,7 @@ async def test_whoever_is_let_in_and_has_gone_passes_it_on(here: Desk) -> None:
     await held_by(here)
     gives_up.cancel()
     over.set()
-    assert await asyncio.wait_for(stays, 10) == 3
+    assert await asyncio.wait_for(stays, 60) == 3
 
 
 async def test_what_no_notification_told_is_found_by_looking(here: Desk) -> None:
@@ -198,7 +198,7 @@ async def test_what_no_notification_told_is_found_by_looking(here: Desk) -> None
         deaf = at(here, lambda: hold("x", over))
         await waiting(here, 1)
     over.set()
-    assert await asyncio.wait_for(deaf, 20) == 2
+    assert await asyncio.wait_for(deaf, 60) == 2
 
 
 async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: Desk) -> None:
@@ -211,7 +211,7 @@ async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: Des
         await here.sql("DELETE FROM lock_waiters")
         locks_of(here)._look_now()
         await waiting(here, 1)
-    assert await asyncio.wait_for(passed_over, 20) == 2
+    assert await asyncio.wait_for(passed_over, 60) == 2
 
 
 # -- circles ----------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way
                 return "had both"
 
     both_ways = [at(here, lambda: cross("a", "b")), at(there, lambda: cross("b", "a"))]
-    ends = await asyncio.wait_for(asyncio.gather(*both_ways, return_exceptions=True), 20)
+    ends = await asyncio.wait_for(asyncio.gather(*both_ways, return_exceptions=True), 60)
     (error,) = [end for end in ends if isinstance(end, LockCycle)]
     assert re.search("this task holds '(a|b)' and waits for '(a|b)', whose holder waits for it in turn", str(error))
     assert "had both" in ends
@@ -277,7 +277,7 @@ async def test_nobody_is_let_in_before_what_is_guarded_has_ended(here: Desk, the
         await waiting(here, 1)
         await asyncio.sleep(0.5)
         assert not next_one.done()
-    assert await asyncio.wait_for(next_one, 20) == 2
+    assert await asyncio.wait_for(next_one, 60) == 2
 
 
 async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_ended(
@@ -291,7 +291,7 @@ async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_e
         next_one = at(there, lambda: hold("x", over))
         await waiting(here, 1)
         await held.guard(connection)
-    assert await asyncio.wait_for(next_one, 20) == 2
+    assert await asyncio.wait_for(next_one, 60) == 2
 
 
 async def test_a_renewal_does_not_wait_for_what_is_guarded(here: Desk) -> None:
@@ -317,7 +317,7 @@ async def test_a_lock_that_nobody_renews_is_free_after_its_ttl(here: Desk, there
         async with lock("x", ttl="3s"):
             next_one = at(there, lambda: hold("x", over))
             await asyncio.sleep(60)
-    assert await asyncio.wait_for(next_one, 20) == 2
+    assert await asyncio.wait_for(next_one, 60) == 2
 
 
 async def test_a_lock_that_its_living_holder_forgot_is_free_after_its_ttl(here: Desk) -> None:
@@ -348,7 +348,7 @@ async def test_a_body_is_cancelled_when_somebody_else_has_its_lock(here: Desk) -
 async def test_a_body_may_want_to_be_told_and_not_to_be_cancelled(here: Desk) -> None:
     async with lock("x", on_loss="tell") as held:
         await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
-        await asyncio.wait_for(held.lost.wait(), 10)
+        await asyncio.wait_for(held.lost.wait(), 60)
         assert held.why_lost == "it was taken over"
 
 
@@ -469,7 +469,7 @@ async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_o
         await waiting(here, 2)
         with open_session(address, application="test") as session, session.transaction():
             await asyncio.to_thread(locks_of(here)._died, session, [dead])
-        assert await asyncio.wait_for(next_one, 10) == 2
+        assert await asyncio.wait_for(next_one, 60) == 2
         await waiting(here, 0)
         behind.cancel()
 

@@ -16,12 +16,11 @@ from app.fleet.engine import overlap, runs
 from app.fleet.engine.trigger import Order, Triggers
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay
+from tests.support.postgres import BOUND
 from tests.support.table import NAMESPACE, Table, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
-# For hangs, not for speed.
-BOUND = 10
 FINISHED = """
 INSERT INTO finished_runs (id, action_id, state, priority, run_at, token, attempt, max_attempts, trigger, events,
                            created_at, finished_at, expires_at)

@@ -393,7 +393,7 @@ async def test_a_key_has_no_more_streams_than_its_share(address: str) -> None:
         client, url, context = here.running.client, f"/runs/{run_id}/events", here.running.context
         streams = [asyncio.create_task(client.get(url, headers={"x-api-key": one})) for _ in range(2)]
         await soon(lambda: here.sql("SELECT 1 WHERE %s", context.open_streams.total() == 2))
-        refused = await asyncio.wait_for(client.get(url, headers={"x-api-key": one}), 20)
+        refused = await asyncio.wait_for(client.get(url, headers={"x-api-key": one}), 60)
         is_problem(refused, "unavailable")
         assert "this API key has 2 streams open here" in refused.text
         assert refused.headers["retry-after"] == "5"
@@ -465,7 +465,7 @@ async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
         await asyncio.sleep(0)
     assert reading.cancelled()
     # What was under way ends by itself, and the next one reads after it.
-    assert await asyncio.wait_for(page(0), 20) == []
+    assert await asyncio.wait_for(page(0), 60) == []
     assert pids[0] in {pid for (pid,) in await here.sql("SELECT pid FROM pg_stat_activity")}
     assert [record for record in caplog.records if record.name.startswith("psycopg")] == []
 

@@ -70,13 +70,13 @@ async def test_one_that_ignores_its_end_holds_up_no_shutdown(address: str) -> No
     async with desk(address) as here:
         service = service_of(here, deaf)
         await service.start()
-        await asyncio.wait_for(begun.wait(), 10)
-        await asyncio.wait_for(service.stop(), 10)
+        await asyncio.wait_for(begun.wait(), 60)
+        await asyncio.wait_for(service.stop(), 60)
         (task,) = service._tasks.values()
         assert not task.done()
         assert task not in asyncio.all_tasks(), "the end of the process would wait for it"
         task.cancel()
-        await asyncio.wait_for(asyncio.wait([task]), 10)
+        await asyncio.wait_for(asyncio.wait([task]), 60)
 
 
 async def test_one_that_returns_when_it_is_to_end_has_no_other_turn(address: str) -> None:
@@ -98,7 +98,7 @@ async def test_one_that_returns_when_it_is_to_end_has_no_other_turn(address: str
         await soon(begun)
         (task,) = service._tasks.values()
         await service.stop()
-        await asyncio.wait_for(asyncio.wait([task]), 10)
+        await asyncio.wait_for(asyncio.wait([task]), 60)
         assert tokens == [1]
         assert await here.sql("SELECT instance_id FROM service_locks") == [(None,)]
 

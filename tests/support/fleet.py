@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, Self, TypeAlias
 
 import httpx
 
-from tests.support.postgres import eventually, free_port
+from tests.support.postgres import BOUND, eventually, free_port
 from tests.support.slipway import Launched, Slipway, plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,10 @@ class Ship:
         return self.status() == 200
 
     def wait_ready(self) -> Self:
-        eventually(self.is_ready, within=60)
+        eventually(self.is_ready)
+        if self.mode == "workers":
+            # One of them answers; the others must be there too.
+            eventually(lambda: len(self.lines("instance.ready")) == self._workers)
         return self
 
     def instances(self) -> dict[str, Any]:
@@ -114,7 +117,7 @@ class Ship:
         run: dict[str, Any] = answer.json()
         return run
 
-    def ended(self, run_id: int, within: float = 20) -> dict[str, Any]:
+    def ended(self, run_id: int, within: float = BOUND) -> dict[str, Any]:
         """Wait until a run has ended, and return it."""
 
         def look() -> dict[str, Any] | None:
@@ -139,7 +142,7 @@ class Ship:
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
 
-    def wait_exit(self, within: float = 40) -> int:
+    def wait_exit(self, within: float = BOUND) -> int:
         return self.process.wait(within)
 
     def lines(self, event: str) -> list[dict[str, Any]]:
@@ -274,7 +277,7 @@ def blocked(ship: Ship, seconds: float) -> Iterator[threading.Thread]:
     request.join()
 
 
-def seconds_until(condition: Callable[[], object], *, within: float = 30, every: float = 0.005) -> float:
+def seconds_until(condition: Callable[[], object], *, within: float = BOUND, every: float = 0.005) -> float:
     """How long it took."""
     began = time.monotonic()
     eventually(condition, within=within, every=every)

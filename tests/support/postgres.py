@@ -60,8 +60,12 @@ def free_port(in_a_row: int = 1) -> int:
             name.close()
 
 
-def eventually(condition: Callable[[], Answer | None], *, within: float = 20.0, every: float = 0.02) -> Answer:
-    """Wait until something is true and return it. The bound is generous: it is for hangs, not for speed."""
+# For hangs, and not for speed: more than anything takes on a machine that is busy.
+BOUND = 60.0
+
+
+def eventually(condition: Callable[[], Answer | None], *, within: float = BOUND, every: float = 0.02) -> Answer:
+    """Wait until something is true and return it."""
     deadline = time.monotonic() + within
     while True:
         if answer := condition():

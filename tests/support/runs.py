@@ -14,6 +14,7 @@ from app.fleet.engine import runs
 from app.fleet.engine.engine import Engine
 from app.fleet.engine.runs import RunRecord
 from app.fleet.engine.trigger import Order
+from tests.support.postgres import BOUND
 from tests.support.service import Running, service
 
 Answer = TypeVar("Answer")
@@ -61,10 +62,10 @@ class Desk:
         async with database.connection() as connection:
             return await runs.find(connection, database.namespace, run_id)
 
-    async def ended(self, run_id: int, within: float = 20) -> RunRecord:
+    async def ended(self, run_id: int, within: float = BOUND) -> RunRecord:
         return await self.until(run_id, *ENDED, within=within)
 
-    async def until(self, run_id: int, *states: str, within: float = 20) -> RunRecord:
+    async def until(self, run_id: int, *states: str, within: float = BOUND) -> RunRecord:
         async def there() -> RunRecord | None:
             run = await self.look(run_id)
             return run if run.state in states else None
@@ -98,7 +99,9 @@ async def desk(address: str, **settings: Any) -> AsyncIterator[Desk]:
         yield Desk(running)
 
 
-async def soon(condition: Callable[[], Awaitable[Answer | None]], *, within: float = 20, every: float = 0.01) -> Answer:
+async def soon(
+    condition: Callable[[], Awaitable[Answer | None]], *, within: float = BOUND, every: float = 0.01
+) -> Answer:
     """Wait until something is true and return it."""
     deadline = time.monotonic() + within
     while True:
