@@ -205,8 +205,10 @@ async def walk(run: Run) -> dict[str, Any]:
     instance = str(os.getpid())
     for step in range(done, steps):
         await asyncio.sleep(run.payload.get("seconds", 0.1))
-        if step + 1 == steps:
-            await opened(run.payload.get("gate"))
+        while step + 1 == steps and not is_open(run.payload.get("gate")):
+            # Where it can be paused at once.
+            await run.checkpoint({"done": step, "seen": seen})
+            await asyncio.sleep(0.05)
         if instance not in seen:
             seen.append(instance)
         await run.progress((step + 1) / steps)
@@ -215,8 +217,12 @@ async def walk(run: Run) -> dict[str, Any]:
 
 
 async def opened(gate: str | None) -> None:
-    while gate is not None and not Path(gate).exists():  # noqa: ASYNC110, ASYNC240 — a file tells nobody that it is there
+    while not is_open(gate):  # noqa: ASYNC110 — a file tells nobody that it is there
         await asyncio.sleep(0.05)
+
+
+def is_open(gate: str | None) -> bool:
+    return gate is None or Path(gate).exists()
 
 
 @action("relay")
