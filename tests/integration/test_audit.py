@@ -1,10 +1,7 @@
 """Whoever changes something is in the log: by the name of an API key, or as the user of the command line."""
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 from app.fleet.http.auth import make_key
 from app.fleet.http.refusals import UNKNOWN_MOST
 from tests.integration.test_edge import is_problem
+from tests.support.fleet import run
 from tests.support.runs import Desk, desk, soon
 
 pytestmark = pytest.mark.anyio
@@ -139,5 +137,5 @@ async def heard(caplog: pytest.LogCaptureFixture, many: int) -> bool:
 
 
 def flotilla(address: str, *arguments: str) -> None:
-    environment = {**os.environ, "DATABASE_URL": address, "FLOTILLA_ACTIONS": "tests.support.trial_actions"}
-    subprocess.run([sys.executable, "-m", "app", *arguments], env=environment, check=True, capture_output=True)
+    done = run(*arguments, address=address, env={"FLOTILLA_ACTIONS": "tests.support.trial_actions"})
+    assert done.returncode == 0, done.stderr

@@ -232,7 +232,8 @@ async def test_concurrency_is_exact_in_the_whole_cluster(address: str, limit: in
         while ended < 60:
             await asyncio.gather(*(each.claim() for each in claiming))
             running = await here.sql("SELECT id FROM runs WHERE state = 'running'")
-            assert 0 < len(running) <= limit
+            # None, where each of them found what another was about to claim.
+            assert len(running) <= limit
             await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
             ended += len(running)
 

@@ -393,7 +393,8 @@ async def test_concurrency_holds_for_lines_and_the_rest_together(address: str, l
         while len(ended) < len(wanted):
             await asyncio.gather(*(each.claim() for each in claiming))
             running = await here.sql("SELECT order_key, id FROM runs WHERE state = 'running'")
-            assert 0 < len(running) <= most
+            # None, where each of them found what another was about to claim.
+            assert len(running) <= most
             await here.sql(END, [run_id for _, run_id in running])
             ended += running
         for number in range(5):
