@@ -133,7 +133,7 @@ PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])", limit=str(BAT
 LET_GO = f"UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS}"
 UNCLAIMED = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id IS NULL"
 PASS_ON_UNCLAIMED = pass_on(UNCLAIMED)
-STILL_UNCLAIMED = f"SELECT FROM {{schema}}.service_locks AS l WHERE {UNCLAIMED}"
+STILL_UNCLAIMED = f"SELECT l.name FROM {{schema}}.service_locks AS l WHERE {UNCLAIMED}"
 
 # How it stands with those who wait here, in one moment: let in, with a token; or in the queue. Who is in no row of the
 # answer was let in, did not hear of it, and let its `ttl` pass.
