@@ -182,6 +182,30 @@ async def test_a_claim_is_bounded_in_bytes_and_leaves_the_rest_to_the_next(
         assert sorted(run.run_id for run in claimed) == made
 
 
+async def test_a_run_that_becomes_due_while_a_claim_is_under_way_is_claimed_next(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the claim has looked, and before it asks when the next run is due."""
+    async with table(address, declare()) as here:
+        one = await here.instance("one")
+        # It learns what time it is.
+        await one.claim()
+        soon_due = datetime.now(UTC) + timedelta(seconds=1)
+        await here.trigger(Order("tick"), Order("tick", run_at=soon_due))
+        ask = one.claimant._ask_for_next
+
+        async def ask_when_it_is_due(*values: Any) -> None:
+            while (await here.sql("SELECT clock_timestamp() > %s", soon_due)) == [(False,)]:
+                pass
+            await ask(*values)
+
+        monkeypatch.setattr(one.claimant, "_ask_for_next", ask_when_it_is_due)
+        now = asyncio.get_running_loop().time()
+        one.claimant.ready.tell(here.catalogue.id_of("tick"), 0, soon_due, now)
+        assert len(await one.claim()) == 1
+        assert len(await one.claim(everywhere=False)) == 1
+
+
 async def test_a_run_for_later_waits(address: str) -> None:
     async with table(address, declare()) as here:
         await here.trigger(Order("tick", run_at=datetime.now(UTC) + timedelta(hours=1)))

@@ -129,16 +129,19 @@ WHERE a.id = u.action_id AND a.rate_interval IS NOT NULL
 # A frozen process must not keep the lock for longer than its lease.
 SHORT = "SELECT set_config('idle_in_transaction_session_timeout', '5000', true)"
 
-# When the next one is due, of places where nothing is due now.
+# When the next run is due, at places where the claim found no more that were due. It is looked for from the floor on
+# and not from the present: a run that has become due since the claim looked would be missed until the lookout finds it.
+# A run that the claim skipped because it was locked lies below the next claim's floor, so no loop waits for its lock.
 NEXT_DUE = """
-SELECT p.action_id, p.priority, f.run_at, clock_timestamp()
-FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority), LATERAL (
-    SELECT run_at
-    FROM {schema}.runs
-    WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority AND run_at >= statement_timestamp()
-    ORDER BY run_at
-    LIMIT 1
-) AS f
+SELECT p.action_id, p.priority, f.run_at
+FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(floors)s::timestamptz[]) AS p (action_id, priority, floor),
+     LATERAL (
+         SELECT run_at
+         FROM {schema}.runs
+         WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority AND run_at >= p.floor
+         ORDER BY run_at
+         LIMIT 1
+     ) AS f
 """
 
 # So many places at once are shared out, and a claim takes from all of its own.
@@ -314,6 +317,9 @@ class Ready:
         spot.floor = asked_at - timedelta(milliseconds=5) if told is None else min(told, asked_at)
         if told is None:
             spot.due = None
+
+    def floor(self, place: Place) -> datetime:
+        return self._spots[place].floor
 
     def next_is(self, place: Place, run_at: datetime | None, now: float) -> None:
         spot = self._spots[place]
@@ -583,7 +589,11 @@ class Claimant:
         return rows
 
     async def _ask_for_next(self, connection: Connection, places: Sequence[Place], now: float) -> None:
-        values = {"actions": [place[0] for place in places], "priorities": [place[1] for place in places]}
+        values = {
+            "actions": [place[0] for place in places],
+            "priorities": [place[1] for place in places],
+            "floors": [self.ready.floor(place) for place in places],
+        }
         rows = await (await connection.execute(self._sql(NEXT_DUE), values)).fetchall()
         found = {(row[0], row[1]): row[2] for row in rows}
         for place in places:
