@@ -2,11 +2,13 @@
 
 A run of pytest has a folder of its own for everything that it writes, so that several runs at once do not meet, and
 nothing of it is left when it has ended, however it ended (`tests/support/reaper.py`). If a test has failed, the folder
-stays.
+stays. The folder is in memory where there is room: a new database is some three hundred files, which take a file system
+on a disk three times as long.
 """
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,25 +16,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import fleet as fleets
 from tests.support.fleet import Fleet
 from tests.support.postgres import PREPARED, Postgres, server
 from tests.support.reaper import Reaper
+from tests.support.scheduler import Scheduler
 from tests.support.slipway import Slipway
 
 FOLDER = pytest.StashKey[Path]()
 REAPER = pytest.StashKey[Reaper]()
 
 
+# A file system in memory, and what a run needs of it at the most, with much to spare.
+MEMORY = Path("/dev/shm")  # noqa: S108 — a folder of our own is made in it
+NEEDED = 6 << 30
+
+
+def memory() -> Path | None:
+    """The file system in memory, if a run can use it; None if it cannot, or the user names a folder."""
+    if "TMPDIR" in os.environ or not MEMORY.is_dir():
+        return None
+    about = os.statvfs(MEMORY)
+    roomy = about.f_bavail * about.f_frsize >= NEEDED
+    return MEMORY if roomy and not about.f_flag & os.ST_NOEXEC else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run its folder, and each of its processes a reaper."""
+    # In a shell's background, a command ignores Ctrl-C, and so would each process that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         reaper = Reaper()
     else:
-        folder = Path(tempfile.mkdtemp(prefix="flotilla-tests-"))
+        folder = Path(tempfile.mkdtemp(prefix="flotilla-tests-", dir=memory()))
         # PostgreSQL, which does not run as root, must come through.
         folder.chmod(0o711)
         os.environ["TMPDIR"] = os.environ[PREPARED] = tempfile.tempdir = str(folder)
@@ -41,19 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
         reaper = Reaper(folder)
     config.stash[REAPER] = reaper
     config.add_cleanup(reaper.close)
-
-
-class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives each worker one test after the other, in their order; those whose module makes something once, together."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return file if makes_something_once(file) else nodeid
-
-
-@cache
-def makes_something_once(file: str) -> bool:
-    return 'scope="module"' in (fleets.ROOT / file).read_text()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.fleet import ROOT
 from tests.support.postgres import eventually, free_port
 
@@ -71,6 +73,48 @@ def test_a_process_that_another_test_process_has_started_is_left_alone(tmp_path:
     assert runs(daemon)
     end(other)
     eventually(lambda: not runs(daemon))
+
+
+SCHEDULED = """
+from pathlib import Path
+from tests.support.scheduler import Scheduler
+
+def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False
+    return Scheduler(config, log)
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workerinput"):
+        Path("a-worker-has-no-more-to-do").touch()
+"""
+TESTS = """
+import os, pytest
+from pathlib import Path
+from tests.support.postgres import eventually
+
+@pytest.mark.parametrize("number", range(3))
+def test_before(number): ...
+
+def test_that_ends_its_worker():
+    if {workers} > 1:
+        eventually(Path("a-worker-has-no-more-to-do").exists)
+    os._exit(1)
+
+def test_after(): ...
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_goes_on_without_a_test_that_ends_its_worker(tmp_path: Path, workers: int) -> None:
+    """The new worker has one test left to run; or none, and all other workers have been told that there is none."""
+    (tmp_path / "conftest.py").write_text(SCHEDULED)
+    (tmp_path / "test_it.py").write_text(TESTS.format(workers=workers))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses", str(workers), "."]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "1 failed, 4 passed" in done.stdout, done.stdout + done.stderr
 
 
 # A process that can be given this port and no other, and looks for a second at most.
