@@ -57,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = config.option.basetemp or folder / "tmp"
         config.stash[FOLDER] = folder
         reaper = Reaper(folder)
+    # Some hundred processes import the same modules: what Python has compiled is kept, also where it usually is not.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[REAPER] = reaper
     config.add_cleanup(reaper.close)
 

@@ -69,7 +69,7 @@ def top_up(session: psycopg.Connection[TupleRow], ship: Ship, chance: random.Ran
     if wanted <= 0:
         return []
     names = ("note", "note-in-thread")
-    runs = [{"action": chance.choice(names), "payload": {"seconds": chance.uniform(0, 0.5)}} for _ in range(wanted)]
+    runs = [{"action": chance.choice(names), "payload": {"seconds": chance.uniform(0, 2)}} for _ in range(wanted)]
     return ship.trigger_all(runs)
 
 

@@ -171,9 +171,9 @@ def hang_up(connections: set[PooledConnection]) -> None:
 # Each end, and how many turns later it is tried next. A lost connection costs the pool a new start each time.
 STEPS: dict[Callable[..., Awaitable[None]], int] = {
     is_cancelled: 1,
-    is_cancelled_twice: 1,
-    loses_its_connection: 3,
-    loses_its_connection_and_is_cancelled: 3,
+    is_cancelled_twice: 2,
+    loses_its_connection: 5,
+    loses_its_connection_and_is_cancelled: 5,
 }
 # What a block may raise when it ends so. Anything else is a defect.
 EXPECTED = (Refused, psycopg.Error, SQLAlchemyError, DatabaseAway, asyncio.CancelledError)

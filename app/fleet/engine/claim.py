@@ -60,7 +60,7 @@ from app.fleet.db.statements import array
 from app.fleet.engine import lines
 from app.fleet.engine.actions import Action, Catalogue
 from app.fleet.engine.lines import LINES, Ring
-from app.fleet.engine.taking import ACTION, FOUND, ME, PICKED, PRIORITY, RUN_AT, WEIGHT, Row, row, taken
+from app.fleet.engine.taking import ACTION, FOUND, ME, PICKED, PRIORITY, RUN_AT, TOO_MANY, WEIGHT, Row, row, taken
 
 # In the order of the places, and no further than there is room: the ORDER BY is that of the rows as they come, so that
 # nothing is sorted and no more is locked. `passed` says how many a place before this one has taken of the same runs.
@@ -90,7 +90,7 @@ WITH {ME}, places AS (
     ORDER BY p.place
     LIMIT %(room)s
 ), {PICKED}, {taken("p.timeout", "FROM places AS p", "p.action_id = r.action_id AND p.priority = r.priority")}
-SELECT {row()}, (SELECT many FROM total) FROM claimed
+SELECT {row()}, {TOO_MANY} FROM claimed
 """
 
 # Those that somebody else is claiming right now are left out; there will be another time.
@@ -129,19 +129,18 @@ WHERE a.id = u.action_id AND a.rate_interval IS NOT NULL
 # A frozen process must not keep the lock for longer than its lease.
 SHORT = "SELECT set_config('idle_in_transaction_session_timeout', '5000', true)"
 
-# When the next run is due, at places where the claim found no more that were due. It is looked for from the floor on
-# and not from the present: a run that has become due since the claim looked would be missed until the lookout finds it.
-# A run that the claim skipped because it was locked lies below the next claim's floor, so no loop waits for its lock.
+# When the next run is due, at places where the claim found no more that were due. It is looked for from the moment of
+# the claim on, and not from the present: a run that has become due since then would be missed until the lookout finds
+# it. What was due at that moment already is locked or paused, and a loop would wait for it.
 NEXT_DUE = """
 SELECT p.action_id, p.priority, f.run_at
-FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(floors)s::timestamptz[]) AS p (action_id, priority, floor),
-     LATERAL (
-         SELECT run_at
-         FROM {schema}.runs
-         WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority AND run_at >= p.floor
-         ORDER BY run_at
-         LIMIT 1
-     ) AS f
+FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority), LATERAL (
+    SELECT run_at
+    FROM {schema}.runs
+    WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority AND run_at >= %(claimed_at)s
+    ORDER BY run_at
+    LIMIT 1
+) AS f
 """
 
 # So many places at once are shared out, and a claim takes from all of its own.
@@ -318,9 +317,6 @@ class Ready:
         if told is None:
             spot.due = None
 
-    def floor(self, place: Place) -> datetime:
-        return self._spots[place].floor
-
     def next_is(self, place: Place, run_at: datetime | None, now: float) -> None:
         spot = self._spots[place]
         spot.later = run_at is not None
@@ -475,7 +471,7 @@ class Claimant:
                 rows = await cursor.fetchall()
         finally:
             told = self.ready.end()
-        cut_short = len(rows) >= room or (len(rows) > 0 and rows[0][FOUND] > len(rows))
+        cut_short = len(rows) >= room or (len(rows) > 0 and (rows[0][FOUND] or 0) > len(rows))
         self._learn(wanted, rows, cut_short, asked_at, told)
         return rows
 
@@ -592,7 +588,7 @@ class Claimant:
         values = {
             "actions": [place[0] for place in places],
             "priorities": [place[1] for place in places],
-            "floors": [self.ready.floor(place) for place in places],
+            "claimed_at": self.clock.instant(now),
         }
         rows = await (await connection.execute(self._sql(NEXT_DUE), values)).fetchall()
         found = {(row[0], row[1]): row[2] for row in rows}

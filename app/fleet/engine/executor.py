@@ -121,7 +121,8 @@ class Executor(Service):
         return self._concurrency - len(self._owned)
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        assert self._loop is not None
+        return self._loop.time()
 
     def knows(self, run_id: int, token: int) -> bool:
         return (run_id, token) in self._owned
@@ -274,7 +275,7 @@ class Executor(Service):
             self._end(former, "fenced")
             self._abandon(former)
         self._running[run.id] = run
-        run.deadline = self._loop.time() + action.timeout
+        run.deadline = self.now() + action.timeout
         # Made directly, and not by the loop's factory: nothing that it runs raises what would leave the loop.
         run.task = asyncio.Task(self._attempt(run, action), loop=self._loop)
 

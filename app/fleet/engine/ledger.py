@@ -10,9 +10,10 @@ is written at once, a flood in batches of `BATCH`. In each round it writes, in t
 A round takes a fair share of events from each run that has any, and holds back the ends of those runs alone that have
 more. So a run that emits without end delays nobody else: it fills its own `UNWRITTEN_MOST` and waits in `emit`.
 
-Every statement locks its rows first, and skips those that another transaction has locked: one that is guarded by the
-run, or a user's own. What was skipped stays with the ledger and is written `HELD_FOR` later. So a transaction that
-stays open delays the run whose row it holds, and no other.
+No statement waits for a row that another transaction has locked: one that is guarded by the run, or a user's own. Each
+locks its rows first and skips those that are locked. The statement that ends runs does so only if it has had to wait
+(`FINISH`). What was skipped stays with the ledger and is written `HELD_FOR` later. So a transaction that stays open
+delays the run whose row it holds, and no other.
 
 Every statement asks for `(id, token)` and the state `running`. A row that is not found was taken over: that write is
 refused, counted, and whoever still works on the run is stopped. Unless it is our own write come back: when a
@@ -64,6 +65,8 @@ WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 
 BATCH = 1000
 RETRY = 0.1
+# How long the statement that ends runs waits for a row that another transaction has locked.
+LOCK_WAIT_MS = 10
 # How long a run whose row another transaction has locked is left alone.
 HELD_FOR = 0.25
 AFTER_DEFECT = 1.0
@@ -89,22 +92,17 @@ log = events(__name__)
 # Here and below, a row is looked for by its id and nothing else, whatever the planner thinks of the table just then:
 # while it is empty, walking through an index of it seems to cost nothing, and under a snapshot that is a long walk.
 # Hence `= ANY` beside the join, and `is_running`, which leads into no partial index.
-def finish(held: str, which: str = "true") -> str:
-    """Return the statement that ends runs; `held` says what becomes of rows that another transaction has locked."""
+def finish(which: str, before: str = "") -> str:
+    """Return the statement that ends those of the runs that `which` says; `before` is a CTE that it needs."""
     return f"""
-WITH own AS MATERIALIZED (
-    SELECT r.id
-    FROM {{schema}}.runs AS r
-    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()} AND {which}
-    FOR UPDATE {held}
-), ended AS (
+WITH {before}ended AS (
     SELECT *
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
          AS e (id, token, state, result, error)
 ), gone AS (
     DELETE FROM {{schema}}.runs AS r
     USING ended AS e
-    WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = e.id AND r.token = e.token AND {is_running()}
+    WHERE {which} AND r.id = e.id AND r.token = e.token AND {is_running()}
     RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
 ), noted AS (
     {NOTE_ENDED}
@@ -112,11 +110,26 @@ WITH own AS MATERIALIZED (
 {INSERT_FINISHED}"""
 
 
-FINISH = finish("SKIP LOCKED")
+def finish_unlocked(which: str = "true") -> str:
+    """Return the statement that ends runs, and leaves out those whose rows another transaction has locked."""
+    before = f"""own AS MATERIALIZED (
+    SELECT r.id
+    FROM {{schema}}.runs AS r
+    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()} AND {which}
+    FOR UPDATE SKIP LOCKED
+), """
+    return finish("r.id = ANY (ARRAY(SELECT id FROM own))", before)
+
+
+GIVEN = "r.id = ANY (%(ids)s::int8[])"
+# Nearly always no other transaction has locked one of these rows. To lock each of them first would take a tenth of the
+# statement's time, so the first attempt does not: it fails if it has to wait, and `FINISH_UNLOCKED` is sent instead.
+FINISH = finish(f"(SELECT set_config('lock_timeout', '{LOCK_WAIT_MS}', true)) <> '' AND {GIVEN}")
+FINISH_UNLOCKED = finish_unlocked()
 # In the transaction of the run's effects, which is the caller's own: it waits for another one that the run guards.
-COMPLETE = finish("") + "RETURNING id"
+COMPLETE = finish(GIVEN) + "RETURNING id"
 # Instead of giving them back: they would wait for their delay, and then end without being run.
-END_CANCELLED = finish("SKIP LOCKED", "r.cancel_requested_at IS NOT NULL") + "RETURNING id"
+END_CANCELLED = finish_unlocked("r.cancel_requested_at IS NOT NULL") + "RETURNING id"
 
 # Back to `pending`. A retry waits for its delay, or as its action says; a pause goes on where it was, as if it had not
 # been claimed.
@@ -587,7 +600,10 @@ class Ledger:
             values["states"] = [each.state for each in batch]
             values["results"] = [each.result for each in batch]
             values["errors"] = [each.error for each in batch]
-        cursor = await connection.execute(self._sql(FINISH), values)
+        try:
+            cursor = await connection.execute(self._sql(FINISH), values)
+        except psycopg.errors.LockNotAvailable:
+            cursor = await connection.execute(self._sql(FINISH_UNLOCKED), values)
         if cursor.rowcount < len(batch):
             batch, held = await self._sort_out(connection, batch, set(), returned=False)
             self._ended[:0] = held

@@ -49,8 +49,9 @@ def weight(column: str) -> str:
                  * CASE WHEN pg_column_compression({column}) IS NULL THEN 1 ELSE {COMPRESSED} END, 0)"""
 
 
-# Of a run: about how many bytes it adds to a claim.
-WEIGHT = f"{weight('payload')} + {weight('checkpoint')}"
+# Of a run: about how many bytes it adds to a claim. Many have neither.
+WEIGHT = f"""CASE WHEN payload IS NOT NULL OR checkpoint IS NOT NULL
+                 THEN {weight("payload")} + {weight("checkpoint")} ELSE 0 END"""
 
 # Of the CTE `found` with `id` and `weight`, as many as a claim may have; the first one always. Usually that is all of
 # them, and then no sum is made for each.
@@ -69,5 +70,6 @@ PICKED = f"""total AS MATERIALIZED (
 WIDTH = 13
 # Where these stand in it.
 ACTION, PRIORITY, KEY, RUN_AT = 1, 6, 12, WIDTH + 1
-# How many runs were found; more than were taken, if they were too heavy together.
+# If the runs that were found are too heavy together: how many they are. NULL otherwise, which costs nothing to read.
+TOO_MANY = f"(SELECT many FROM total WHERE weight > {HEAVY})"
 FOUND = WIDTH + 2

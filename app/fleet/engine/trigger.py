@@ -24,13 +24,13 @@ from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
-from app.fleet.db.statements import Place, fetch
+from app.fleet.db.statements import Place, array, fetch
 from app.fleet.engine import lines, overlap
 from app.fleet.engine.actions import PRIORITIES, Action, Catalogue
 from app.fleet.engine.runs import RunRecord, Trigger
@@ -121,21 +121,20 @@ class Order:
     digest: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Triggered:
+class Triggered(NamedTuple):
     """What became of an order. `new` is false if its key had made a run before."""
 
     id: int
     new: bool
-    _order: "Prepared"
-    _run_at: datetime | None = None
-    _created_at: datetime | None = None
+    order: "Prepared"
+    run_at: datetime | None = None
+    created_at: datetime | None = None
 
     def record(self, by: Trigger) -> RunRecord | None:
         """Return the run as it was inserted; None for an earlier one, which may be anywhere by now."""
-        if self._run_at is None or self._created_at is None:
+        if self.run_at is None or self.created_at is None:
             return None
-        return self._order.record(self.id, self._run_at, self._created_at, by)
+        return self.order.record(self.id, self.run_at, self.created_at, by)
 
 
 class Triggers:
@@ -166,8 +165,7 @@ class Triggers:
             return await insert(connection, self.database.namespace, prepared, by, mark)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """An order that was checked."""
 
     order: Order
@@ -252,7 +250,7 @@ async def insert(
 async def numbered(place: Place, namespace: Namespace, orders: Sequence[Prepared]) -> list[Prepared]:
     """Draw the ids in the order of the batch."""
     rows = await fetch(place, namespace.sql(NUMBERS), {"many": len(orders)})
-    return [replace(each, id=row[0]) for each, row in zip(orders, sorted(rows), strict=True)]
+    return [each._replace(id=row[0]) for each, row in zip(orders, sorted(rows), strict=True)]
 
 
 async def insert_plain(
@@ -360,10 +358,10 @@ def key_of(order: Prepared) -> Key:
 
 def columns(orders: Sequence[Prepared], by: Trigger) -> dict[str, Any]:
     return {
-        "actions": [each.action_id for each in orders],
-        "priorities": [each.priority for each in orders],
-        "run_ats": [each.order.run_at for each in orders],
-        "max_attempts": [each.action.max_attempts for each in orders],
+        "actions": array(each.action_id for each in orders),
+        "priorities": array(each.priority for each in orders),
+        "run_ats": array(each.order.run_at for each in orders),
+        "max_attempts": array(each.action.max_attempts for each in orders),
         "payloads": [each.payload for each in orders],
         "trigger": by,
     }
