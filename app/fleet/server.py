@@ -219,6 +219,11 @@ class Refused(Exception):
 class LimitedHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with limits. One object for each connection."""
 
+    __slots__ = (
+        "_body_size", "_is_silent", "_last_byte", "_last_taken", "_refused", "_settings", "_shared", "_since", "_stage",
+        "_undelivered", "_unsent", "_upgraded",
+    )  # fmt: skip
+
     def __init__(self, shared: Connections, **given: Any) -> None:
         super().__init__(**given)
         self._shared = shared

@@ -37,6 +37,7 @@ def skewed(address: str, tmp_path: Path) -> Fleet:
 
 @pytest.mark.long
 def test_the_clock_of_an_instance_decides_nothing(skewed: Fleet, address: str) -> None:
+    """Each instance leads for some slots of a second each; that is most of the half minute that it takes."""
     with skewed as fleet, psycopg.connect(address, autocommit=True) as session:
         ships = [fleet.launch(FAKETIME=skew).wait_ready() for skew in SKEWS]
         assert far_off(ships[0].me()["started_at"]) < 60, "the register goes by PostgreSQL's clock"

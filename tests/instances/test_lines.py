@@ -34,7 +34,10 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 @pytest.mark.long
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "asked-to-leave"])
 def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: bool) -> None:
-    """One instance after the other is killed, or leaves in the middle of its runs, and is replaced."""
+    """One instance after the other is killed, or leaves in the middle of its runs, and is replaced.
+
+    It takes as long as so many instances need to start, one after the other.
+    """
     chance = random.Random(21)
     ships = fleet.start(INSTANCES)
     leaving: list[Ship] = []

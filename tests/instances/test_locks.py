@@ -107,7 +107,8 @@ def test_a_singleton_runs_on_one_instance_and_moves_on_when_that_one_leaves_or_d
 def test_effects_stay_in_the_order_of_their_tokens_whatever_becomes_of_the_holders(tmp_path: Path) -> None:
     """Six strike again and again, on three instances that are killed, frozen, cut off; and the database crashes.
 
-    Who is frozen is so for longer than a lock's `ttl`, and all wait for it; it goes on until all of this has happened.
+    Who is frozen is so for longer than a lock's `ttl`, and all wait for it; it goes on until all of this has happened,
+    several times each, which is why it takes half a minute.
     """
     with server(configuration=CONFIGURATION) as postgres:
         verdict = strike(postgres, tmp_path, rounds=ROUNDS, calm=40, seed=5)

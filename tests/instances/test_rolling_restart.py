@@ -133,6 +133,7 @@ def back_in_rotation(entry: str, ship: Ship) -> None:
 def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
     fleet: Fleet, entry: str, ports: list[int]
 ) -> None:
+    """It takes as long as nine instances need to leave and to start, one after the other."""
     load = restart_each_three_times(fleet, entry, ports, drain_delay="1.5")
 
     assert load.outcomes["200"] > 300

@@ -47,6 +47,7 @@ def count(session: psycopg.Connection[TupleRow]) -> int:
 def test_n_schedulers_make_one_run_of_each_slot(
     address: str, tmp_path: Path, session: psycopg.Connection[TupleRow], many: int
 ) -> None:
+    """A thousand slots, one after the other: a race that one slot in a thousand loses is found."""
     quiet = {"FLOTILLA_ACTIONS": "tests.support.trial_schedules", "FLOTILLA_LOG_LEVEL": "warning"}
     with Fleet(address, tmp_path, FLOTILLA_POOL_MIN="1", FLOTILLA_POOL_MAX="6", **quiet) as fleet:
         ships = fleet.start(many)

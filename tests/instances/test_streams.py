@@ -83,7 +83,10 @@ def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_noth
 
 @pytest.mark.long
 def test_a_client_whose_instance_goes_misses_nothing_elsewhere(fleet: Fleet) -> None:
-    """Killed and told to leave, in turn; the client goes on at another with `Last-Event-ID`."""
+    """Killed and told to leave, in turn; the client goes on at another with `Last-Event-ID`.
+
+    It takes as long as fifty instances need to start, one after the other.
+    """
     chance = random.Random(4)
     ships = fleet.start(3)
     run_id = ships[0].trigger("chatter", {"count": 1_000_000, "pause": 0.02})["id"]

@@ -169,6 +169,7 @@ def lend_environment(clone: Path) -> None:
 
 @pytest.mark.long
 def test_every_command_of_the_walkthrough_does_what_the_page_says(repository: Path, reader: Reader) -> None:
+    """It takes as long as a reader's computer needs for all of them; three instances are started twice."""
     for block in blocks():
         match block.kind:
             case "sh" if not reader.clone.exists():

@@ -16,9 +16,9 @@ sent, because no connection was to be had, has no unknown outcome and is not rep
 """
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
-from uuid import uuid4
 
 import psycopg
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
@@ -39,7 +39,7 @@ FIND_MARK = "SELECT digest FROM {schema}.run_keys WHERE action_id = 0 AND key = 
 
 async def trigger(triggers: Triggers, orders: Sequence[Order], *, by: Trigger) -> list[Triggered]:
     """Insert these, all or none, in a transaction of their own, and know whether it was committed."""
-    mark = f"request:{uuid4().hex}"
+    mark = f"request:{secrets.token_hex(16)}"
     return await repeated(
         lambda: triggers.trigger(orders, by=by, mark=mark), lambda: find_marked(triggers, orders, mark)
     )

@@ -52,6 +52,7 @@ from app.fleet.engine.telling import tell
 from app.fleet.errors import EngineError, Fenced
 from app.fleet.service import let_go
 from app.fleet.stream import events as stream
+from app.fleet.stream.events import Event
 from app.fleet.stream.feed import noted
 from app.fleet.stream.relay import CHANGED, SAID, Relay
 from app.fleet.telemetry.logs import events
@@ -255,7 +256,7 @@ class Ledger:
         self._returned: list[Returned] = []
         self._kept: list[Kept] = []
         # Each run's unwritten events. The run whose turn comes last is last.
-        self._events: dict[Run[Any], deque[stream.Event]] = {}
+        self._events: dict[Run[Any], deque[Event]] = {}
         # Runs whose rows another transaction has locked, for the moment.
         self._held: set[Run[Any]] = set()
         self._work = asyncio.Event()
@@ -313,7 +314,7 @@ class Ledger:
                 f"run {run.id} has {EVENTS_MOST} events, and may have no more: emit less often, or keep what there is "
                 f"to say in a table of your own"
             )
-        event = stream.Event(run.id, run.token, kind, data)
+        event = Event(run.id, run.token, kind, data)
         run.said += 1
         run.said_weight += event.weight
         self._events.setdefault(run, deque()).append(event)
@@ -415,9 +416,9 @@ class Ledger:
             each.run not in self._held for queue in queued for each in queue
         )
 
-    def _share_of_events(self) -> list[tuple[Run[Any], stream.Event]]:
+    def _share_of_events(self) -> list[tuple[Run[Any], Event]]:
         """Take the next batch of events: as many of each run as the batch has room for, a few at a time."""
-        said: list[tuple[Run[Any], stream.Event]] = []
+        said: list[tuple[Run[Any], Event]] = []
         weight = 0
         turns = deque(run for run in self._events if run not in self._held)
         while turns and len(said) < BATCH and weight < BATCH_WEIGHT:
@@ -498,13 +499,11 @@ class Ledger:
 
     # -- the statements -----------------------------------------------------------------------------------------------
 
-    async def _append(
-        self, connection: Connection, batch: Sequence[tuple[Run[Any], stream.Event]], again: bool
-    ) -> None:
-        said: dict[Run[Any], list[stream.Event]] = {}
+    async def _append(self, connection: Connection, batch: Sequence[tuple[Run[Any], Event]], again: bool) -> None:
+        said: dict[Run[Any], list[Event]] = {}
         for run, event in batch:
             said.setdefault(run, []).append(event)
-        given = [event._replace(before=run.events) for run, event in batch]
+        given = [Event(*event[:4], run.events) for run, event in batch]
         stale = await stream.append(connection, self._database.namespace, given)
         left = [run for run in said if (run.id, run.token) in stale]
         counts = await self._still_ours(connection, left) if left else {}
@@ -520,7 +519,7 @@ class Ledger:
             run.events += len(written)
             self._written(run, written)
 
-    def _written(self, run: Run[Any], written: Sequence[stream.Event]) -> None:
+    def _written(self, run: Run[Any], written: Sequence[Event]) -> None:
         run.said -= len(written)
         run.said_weight -= sum(event.weight for event in written)
 

@@ -54,12 +54,14 @@ def listed(table: str, result: str, finished_at: str) -> str:
            CASE WHEN short.error THEN r.error END AS error,
            CASE WHEN short.progress THEN r.progress END AS progress,
            r.created_at, r.started_at, {finished_at} AS finished_at,
-           json_strip_nulls(json_build_object(
-               'payload', CASE WHEN NOT short.payload THEN left(r.payload::text, {EXTRACT}) END,
-               'result', CASE WHEN NOT short.result THEN left({result}::text, {EXTRACT}) END,
-               'error', CASE WHEN NOT short.error THEN left(r.error, {EXTRACT}) END,
-               'progress', CASE WHEN NOT short.progress THEN left(r.progress::text, {EXTRACT}) END
-           )) AS truncated
+           CASE WHEN false IN (short.payload, short.result, short.error, short.progress)
+                THEN json_strip_nulls(json_build_object(
+                    'payload', CASE WHEN NOT short.payload THEN left(r.payload::text, {EXTRACT}) END,
+                    'result', CASE WHEN NOT short.result THEN left({result}::text, {EXTRACT}) END,
+                    'error', CASE WHEN NOT short.error THEN left(r.error, {EXTRACT}) END,
+                    'progress', CASE WHEN NOT short.progress THEN left(r.progress::text, {EXTRACT}) END
+                ))
+                ELSE '{{}}' END AS truncated
     FROM {{schema}}.{table} AS r
     JOIN {{schema}}.actions AS a ON a.id = r.action_id, LATERAL (
         SELECT {is_short("r.payload")} AS payload, {is_short(result)} AS result,

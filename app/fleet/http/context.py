@@ -91,7 +91,8 @@ class Context:
         return self._readiness
 
 
-def context_of(request: Request) -> Context:
+async def context_of(request: Request) -> Context:
+    # A coroutine, because FastAPI calls any other dependency in a thread, which every request would wait for.
     context = request.app.state.fleet
     assert isinstance(context, Context)
     return context

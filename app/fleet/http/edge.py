@@ -24,7 +24,7 @@ A start-up that was refused says why in one line, instead of a traceback (see `_
 import asyncio
 import random
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable
 from urllib.parse import urlsplit
 
@@ -92,6 +92,12 @@ class Edge:
 
 class Exchange:
     """One request and its response."""
+
+    # A stream of events has one for as long as it is open.
+    __slots__ = (
+        "_app", "_as_get", "_body_read", "_context", "_ended", "_has_body", "_id", "_left", "_listening", "_over_limit",
+        "_receive", "_received", "_scope", "_send", "_started", "_status", "_streams_events",
+    )  # fmt: skip
 
     def __init__(self, app: ASGIApp, context: Context, scope: Scope, receive: Receive, send: Send) -> None:
         self._app = app
@@ -295,4 +301,4 @@ def was_let_go(errors: "ExceptionGroup[Exception]") -> bool:
 
 
 def sensible_id(given: str | None) -> str:
-    return given if given and SENSIBLE_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if given and SENSIBLE_ID.fullmatch(given) else secrets.token_hex(16)

@@ -66,7 +66,7 @@ STREAM: dict[str, Any] = {
 ID = "The id of the last event seen"
 
 
-def last_seen(
+async def last_seen(
     last: Annotated[str | None, Header(alias="Last-Event-ID", description=ID)] = None,
     after: Annotated[str | None, Query(description=f"{ID}, for who cannot send the header, which goes first")] = None,
 ) -> str | None:
@@ -184,7 +184,7 @@ async def wanted_actions(
     return wanted
 
 
-def wanted_states(
+async def wanted_states(
     state: Annotated[list[str] | None, Query(description="One or more, repeated or with commas between")] = None,
 ) -> set[str]:
     return set(states_of(state or ()))
