@@ -124,6 +124,7 @@ class Connections:
         # Connections without a complete request, oldest first: those that have begun one or are new, and idle ones.
         self.incomplete: OrderedDict[LimitedHttpProtocol, None] = OrderedDict()
         self.idle: OrderedDict[LimitedHttpProtocol, None] = OrderedDict()
+        self._accepted = False
         self._server: uvicorn.Server | None = None
         self._unreported: Counter[str] = Counter()
         self._reported: dict[str, float] = {}
@@ -139,12 +140,18 @@ class Connections:
 
     def admit(self, new: "LimitedHttpProtocol") -> None:
         """Make room for a new connection, or mark it as one beyond the limit."""
+        self._accepted = True
         if self.open > self.limit and not self._close_oldest():
             new.is_over_limit()
             if self.open > self.limit + SURPLUS:
                 new.reset("limit")
                 return
         self.incomplete[new] = None
+
+    def were_accepted(self) -> bool:
+        """Whether a connection was accepted since this was asked last."""
+        accepted, self._accepted = self._accepted, False
+        return accepted
 
     def forget(self, connection: "LimitedHttpProtocol") -> None:
         """Take a connection off the lists of those without a complete request."""

@@ -249,6 +249,24 @@ async def test_a_few_clients_are_served_in_each_turn_of_the_event_loop_in_their_
     assert served == list(range(100)) * 3
 
 
+async def test_clients_let_something_else_go_first_for_some_turns_and_not_for_ever() -> None:
+    busy = [True] * 3
+    turns = Turns(2, lambda: bool(busy) and busy.pop())
+    clients = [asyncio.create_task(turns.turn()) for _ in range(4)]
+    served = []
+    for _ in range(7):
+        await asyncio.sleep(0)
+        served.append(sum(each.done() for each in clients))
+    assert served == [0, 0, 0, 0, 0, 2, 4]
+
+    turns = Turns(2, lambda: True)
+    client = asyncio.create_task(turns.turn())
+    for _ in range(channel.PATIENCE + 3):
+        assert not client.done()
+        await asyncio.sleep(0)
+    assert client.done()
+
+
 async def test_what_all_followed_runs_keep_in_memory_is_bounded_and_nobody_misses_anything(
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,10 @@ from app.fleet.http.refusals import Refusals
 from app.fleet.phase import Course
 from app.fleet.server import Connections
 from app.fleet.settings import FleetSettings
+from app.fleet.stream.channel import Turns
 from app.fleet.stream.stream import Stream
+
+OPENINGS = 4
 
 
 @dataclass
@@ -28,6 +31,8 @@ class Context:
     in_flight: int = 0
     # Requests whose client left before the whole body had arrived.
     abandoned: int = 0
+    # Of streams that many clients open at once, a few go on in each turn of the event loop.
+    openings: Turns = field(init=False)
     # How many streams are open, by the key that opened them.
     open_streams: Counter[str | None] = field(default_factory=Counter)
     refusals: Refusals = field(default_factory=Refusals)
@@ -44,6 +49,8 @@ class Context:
 
     def __post_init__(self) -> None:
         self.connections = Connections(self.settings)
+        # New connections go first: the event loop accepts one in each turn, and it may be a probe's.
+        self.openings = Turns(OPENINGS, self.connections.were_accepted)
 
     def started(self, database: Database, member: Member, shared: Coordination, stream: Stream, engine: Engine) -> None:
         self._database, self._member, self._shared = database, member, shared

@@ -45,6 +45,8 @@ log = events(__name__)
 
 SENSIBLE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 RETRY_MS = (500, 3000)
+# How the paths of streams end. Their clients come many at once, when an instance has gone, and wait for a turn each.
+STREAMS = "/events"
 # How long a stream's client may read nothing, and how long while draining.
 STALLED = 30.0
 STALLED_DRAINING = 1.0
@@ -130,6 +132,8 @@ class Exchange:
             self._refuse_over_limit()
             self._refuse_cross_site()
             self._check_declared_length()
+            if self._scope["path"].endswith(STREAMS):
+                await context.openings.turn()
             try:
                 await self._answer()
             except ExceptionGroup as errors:

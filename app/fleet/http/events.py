@@ -19,7 +19,7 @@ what comes. The connection of a client that reads nothing at all is cut (by the 
 
 An event is encoded once for all clients, by the first that needs it, and sent in pieces of about `PIECE` bytes. A
 client waits for its turn before each piece (`Turns`), so that the event loop serves other requests between a few of
-them. What a client has not read is in the connection's buffers and the piece being sent, and nowhere else in memory.
+them; before it begins, it has waited for a turn too (at the edge), behind connections that are still to be accepted. What a client has not read is in the connection's buffers and the piece being sent, and nowhere else in memory.
 
 The number of streams is limited, for an instance and for a key: each is a connection that stays.
 """
@@ -87,8 +87,6 @@ async def place(request: Request, context: InContext) -> AsyncIterator[None]:
         raise full(f"this API key has {settings.streams_per_key} streams open here, which is as many as it may have")
     taken[key] += 1
     try:
-        # Of many that open at once, a few go on in each turn of the event loop.
-        await context.stream.hub.turns.turn()
         yield
     finally:
         taken[key] -= 1

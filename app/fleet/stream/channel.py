@@ -15,6 +15,8 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 # How many followers are served in one turn of the event loop.
 PER_TURN = 20
+# How many turns they let something else go first.
+PATIENCE = 10
 
 
 class Turns:
@@ -24,7 +26,11 @@ class Turns:
     rendered and sent to all of them before the next request is looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, per_turn: int = PER_TURN, is_busy: Callable[[], bool] = lambda: False) -> None:
+        """`is_busy` says that the event loop has something to do that goes first, for at most `PATIENCE` turns."""
+        self._per_turn = per_turn
+        self._is_busy = is_busy
+        self._passed = 0
         self._queue: deque[asyncio.Future[None]] = deque()
         self._scheduled = False
 
@@ -43,7 +49,12 @@ class Turns:
 
     def _serve(self) -> None:
         served = 0
-        while self._queue and served < PER_TURN:
+        if self._is_busy() and self._passed < PATIENCE:
+            self._passed += 1
+            self._queue[0].get_loop().call_soon(self._serve)
+            return
+        self._passed = 0
+        while self._queue and served < self._per_turn:
             waiting = self._queue.popleft()
             # It may have been cancelled, or have waited for long enough.
             if not waiting.done():
