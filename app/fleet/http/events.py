@@ -19,7 +19,9 @@ what comes. The connection of a client that reads nothing at all is cut (by the 
 
 An event is encoded once for all clients, by the first that needs it, and sent in pieces of about `PIECE` bytes. A
 client waits for its turn before each piece (`Turns`), so that the event loop serves other requests between a few of
-them; before it begins, it has waited for a turn too (at the edge), behind connections that are still to be accepted. What a client has not read is in the connection's buffers and the piece being sent, and nowhere else in memory.
+them. Before a stream opens, it has waited for a turn too (at the edge), behind connections that are still to be
+accepted. What a client has not read is in the connection's buffers and the piece being sent, and nowhere else in
+memory.
 
 The number of streams is limited, for an instance and for a key: each is a connection that stays.
 """
