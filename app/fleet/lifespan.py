@@ -134,9 +134,10 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
         await service.start()
 
     context.started(database, member, shared, stream, engine)
-    # What is there now stays; a full collection that walked through it would hold the event loop up for long.
-    gc.collect()
-    gc.freeze()
+    if signals.server.runs_this_process:
+        # What is there now stays; a full collection that walked through it would hold the event loop up for long.
+        gc.collect()
+        gc.freeze()
     # The register first: who is told "ready" by a probe finds it there.
     await member.announce(Phase.READY)
     await engine.tell_members()

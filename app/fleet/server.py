@@ -80,6 +80,11 @@ class Server:
         self._config = self._server.config if self._server is not None else None
 
     @property
+    def runs_this_process(self) -> bool:
+        """Whether the process is a server's, and not a test's, say, that runs the service beside other things."""
+        return self._server is not None
+
+    @property
     def port(self) -> int | None:
         return self._config.port if self._config is not None else None
 

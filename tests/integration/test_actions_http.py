@@ -12,7 +12,7 @@ import pytest
 from app.fleet import InSession, Run, action, trigger
 from app.fleet.engine import overview
 from app.fleet.engine.lookout import Lookout
-from app.fleet.engine.scheduler import READ_AGAIN
+from app.fleet.engine.scheduler import READ_UNLOCKED
 from app.fleet.http.auth import make_key
 from app.fleet.http.problems import BY_STATUS
 from tests.integration.test_edge import is_problem
@@ -474,7 +474,7 @@ async def test_a_pause_waits_for_whoever_is_scheduling_a_slot_of_it(here: Desk, 
     with psycopg.connect(address) as scheduling:
         asked = {"actions": [here.engine.catalogue.id_of("seldom")]}
         scheduling.execute("UPDATE flotilla.actions SET next_run_at = now() WHERE name = 'seldom'")
-        scheduling.execute(here.running.context.database.namespace.sql(READ_AGAIN), asked)
+        scheduling.execute(here.running.context.database.namespace.sql(READ_UNLOCKED), asked)
         pausing = asyncio.create_task(post(here, "/actions/seldom/pause", status=200))
         await soon(lambda: here.sql("SELECT true FROM pg_locks WHERE NOT granted"))
         assert not pausing.done()

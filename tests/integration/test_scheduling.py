@@ -10,7 +10,7 @@ import pytest
 
 from app.fleet.db.namespace import Lock
 from app.fleet.engine.actions import Action, Catalogue
-from app.fleet.engine.scheduler import LOCK_DUE, READ_AGAIN
+from app.fleet.engine.scheduler import LOCK_DUE, READ_UNLOCKED
 from app.fleet.engine.synchronise import synchronise
 from tests.support.runs import desk, soon
 from tests.support.table import NAMESPACE, Table, declare, table
@@ -106,7 +106,7 @@ async def test_a_pause_between_the_two_looks_is_seen_by_the_second(address: str)
         with psycopg.connect(address) as session:
             assert len(session.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()) == 1
             await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
-            assert session.execute(NAMESPACE.sql(READ_AGAIN), asked).fetchall() == []
+            assert session.execute(NAMESPACE.sql(READ_UNLOCKED), asked).fetchall() == []
 
 
 async def test_a_schedule_that_changed_meanwhile_is_not_overwritten(address: str) -> None:

@@ -304,6 +304,7 @@ def test_every_metric_says_what_it_means_and_what_to_alert_on() -> None:
         assert row["Alert on"], name
 
 
+@cache
 def logged() -> dict[str, tuple[set[str], set[str], bool]]:
     """Every event that the code logs: its levels, its fields, and whether there are some that cannot be read here."""
     found: dict[str, tuple[set[str], set[str], bool]] = {}
