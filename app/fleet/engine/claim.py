@@ -58,13 +58,32 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import array
 from app.fleet.engine import lines
-from app.fleet.engine.actions import Action, Catalogue
+from app.fleet.engine.actions import PAYLOAD_MOST, Action, Catalogue
 from app.fleet.engine.lines import LINES, Ring
-from app.fleet.engine.taking import ACTION, FOUND, ME, PICKED, PRIORITY, RUN_AT, TOO_MANY, WEIGHT, Row, row, taken
+from app.fleet.engine.run import STATE_MOST
+from app.fleet.engine.taking import (
+    ACTION,
+    FOUND,
+    HEAVY,
+    ME,
+    PICKED,
+    PRIORITY,
+    RUN_AT,
+    TOO_MANY,
+    WEIGHT,
+    Row,
+    row,
+    taken,
+)
 
-# In the order of the places, and no further than there is room: the ORDER BY is that of the rows as they come, so that
-# nothing is sorted and no more is locked. `passed` says how many a place before this one has taken of the same runs.
-CLAIM = f"""
+
+def claim(weight: str, picked: str, too_many: str) -> str:
+    """Return the statement that claims from many places, in their order, and no further than there is room.
+
+    The ORDER BY is that of the rows as they come, so that nothing is sorted and no more is locked. `passed` says how
+    many a place before this one has taken of the same runs.
+    """
+    return f"""
 WITH {ME}, places AS (
     SELECT *
     FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(floors)s::timestamptz[], %(mosts)s::int[],
@@ -73,7 +92,7 @@ WITH {ME}, places AS (
 ), found AS MATERIALIZED (
     SELECT r.id, r.weight
     FROM (SELECT * FROM places ORDER BY place) AS p, LATERAL (
-        SELECT id, {WEIGHT} AS weight
+        SELECT id, {weight} AS weight
         FROM {{schema}}.runs
         WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
           AND run_at >= p.floor AND run_at <= statement_timestamp()
@@ -89,9 +108,15 @@ WITH {ME}, places AS (
     ) AS r
     ORDER BY p.place
     LIMIT %(room)s
-), {PICKED}, {taken("p.timeout", "FROM places AS p", "p.action_id = r.action_id AND p.priority = r.priority")}
-SELECT {row()}, {TOO_MANY} FROM claimed
+), {picked}, {taken("p.timeout", "FROM places AS p", "p.action_id = r.action_id AND p.priority = r.priority")}
+SELECT {row()}, {too_many} FROM claimed
 """
+
+
+CLAIM = claim(WEIGHT, PICKED, TOO_MANY)
+# So few that they cannot be too heavy together.
+CLAIM_FEW = claim("0", "picked AS (SELECT id FROM found)", "NULL::int8")
+FEW = HEAVY // (PAYLOAD_MOST + STATE_MOST)
 
 # Those that somebody else is claiming right now are left out; there will be another time.
 LOCK_LIMITED = """
@@ -443,7 +468,8 @@ class Claimant:
 
     async def prepare(self, connection: Connection, me: Identity) -> None:
         """Have the claim planned before there is anything to claim."""
-        await self._take(connection, me, [], 0, 0.0, counted=False)
+        for room in (FEW, FEW + 1):
+            await self._take(connection, me, [], room, 0.0, counted=False)
 
     async def _take(
         self, connection: Connection, me: Identity, wanted: Sequence[Wanted], room: int, now: float, *, counted: bool
@@ -467,7 +493,7 @@ class Claimant:
         self.ready.begin()
         try:
             async with connection.cursor(binary=True) as cursor:
-                await cursor.execute(self._sql(CLAIM), values)
+                await cursor.execute(self._sql(CLAIM_FEW if room <= FEW else CLAIM), values)
                 rows = await cursor.fetchall()
         finally:
             told = self.ready.end()
