@@ -47,7 +47,7 @@ from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.context import Context
 from app.fleet.phase import Phase
-from app.fleet.service import Service
+from app.fleet.service import Service, woken
 from app.fleet.settings import WATCHDOG_RESERVE
 from app.fleet.signals import Signals
 from app.fleet.stream.stream import Stream
@@ -228,7 +228,8 @@ class Shutdown:
         for step in self.steps:
             await self._take(step)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._member.write_final_record(), RECORD_LIMIT)
+            async with asyncio.timeout(RECORD_LIMIT):
+                await self._member.write_final_record()
         self._finished = True
         if not self._signals.received:
             # The server ended by itself, inside of a program that may go on: a test, for example.
@@ -274,8 +275,7 @@ class Shutdown:
 
     async def _drain(self) -> None:
         """Wait for load balancers to notice, let the server close its listener, and see the last request out."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._skip.wait(), self._delay)
+        await woken(self._skip, self._delay)
         self._signals.hand_over()
         await self._server_done.wait()
         while self._context.in_flight:  # noqa: ASYNC110 — cheaper looked at here than announced by every request

@@ -12,12 +12,23 @@ import asyncio
 from contextlib import suppress
 from typing import Any, final
 
+AGAIN = 0.25
+
 
 async def let_go(task: "asyncio.Task[Any] | None") -> None:
-    """Cancel a task of one's own, if there is one, and wait until it is gone."""
-    if task is not None:
+    """Cancel a task of one's own, if there is one, and wait until it is gone.
+
+    It is cancelled every `AGAIN` until then: on Python 3.11, `asyncio.wait_for` can lose a cancellation (`woken`), and
+    psycopg's pool waits for a connection with that.
+    """
+    if task is None:
+        return
+    while not task.done():
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait([task], timeout=AGAIN)
+    if not task.cancelled():
+        # It is of no interest any more, and the loop need not complain that nobody has looked at it.
+        task.exception()
 
 
 def disown(task: "asyncio.Task[Any]") -> None:
@@ -27,9 +38,14 @@ def disown(task: "asyncio.Task[Any]") -> None:
 
 
 async def woken(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for an event, or for that long."""
+    """Wait for an event, or for that long.
+
+    Not with `asyncio.wait_for`: on Python 3.11 it returns, and the cancellation is lost, if its task is cancelled in
+    the moment in which what it waits for has come. A loop that is cancelled in that moment would go on for ever.
+    """
     with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 class Service:

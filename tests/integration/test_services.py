@@ -15,7 +15,7 @@ from app.fleet.db.pool import Database
 from app.fleet.engine.actions import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.phase import Course
-from app.fleet.service import Service
+from app.fleet.service import Service, let_go, woken
 from app.fleet.stream.stream import Stream
 from app.settings import Settings
 from tests.support.runs import soon
@@ -133,3 +133,56 @@ async def test_a_start_that_failed_half_way_can_be_stopped(address: str) -> None
         await member.start()
     await member.stop()
     await database.stop()
+
+
+async def test_a_loop_that_is_cancelled_in_the_moment_in_which_it_is_woken_ends() -> None:
+    """In whichever turn of the event loop between the two it happens."""
+    for turns in range(6):
+        event, rounds = asyncio.Event(), list[int]()
+
+        async def loop(event: asyncio.Event = event, rounds: list[int] = rounds) -> None:
+            while True:
+                await woken(event, 60)
+                event.clear()
+                rounds.append(1)
+
+        task = asyncio.create_task(loop())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        event.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled(), f"after {turns} turns"
+
+
+async def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
+    lost = []
+
+    async def loses_the_first() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            lost.append(1)
+        await asyncio.sleep(60)
+
+    task = asyncio.create_task(loses_the_first())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await let_go(task)
+    assert lost == [1]
+    assert task.cancelled()
+
+
+async def test_what_a_task_raises_when_it_is_let_go_concerns_nobody() -> None:
+    async def raises() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise ValueError("while it ended")
+
+    task = asyncio.create_task(raises())
+    await asyncio.sleep(0)
+    await let_go(task)
+    assert isinstance(task.exception(), ValueError)

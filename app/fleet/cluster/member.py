@@ -184,7 +184,8 @@ class Member(Service):
     async def announce(self, phase: Phase) -> None:
         """Have the register say so; if the database is away, it will as soon as it can be told."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(self._link.say(phase)), ANNOUNCE_PATIENCE)
+            async with asyncio.timeout(ANNOUNCE_PATIENCE):
+                await asyncio.wrap_future(self._link.say(phase))
 
     def step_down(self) -> None:
         """Hand leadership over, for good: an instance that drains is no candidate any more."""

@@ -379,7 +379,8 @@ class Database(Service):
         if self._healthy.is_set():
             return
         try:
-            await asyncio.wait_for(self._healthy.wait(), AWAY_PATIENCE)
+            async with asyncio.timeout(AWAY_PATIENCE):
+                await self._healthy.wait()
         except TimeoutError:
             raise DatabaseAway("the database does not answer at the moment; try again shortly") from None
 

@@ -183,7 +183,8 @@ class Executor(Service):
         for run in list(self._running.values()):
             self._abandon(run)
         try:
-            await asyncio.wait_for(self.ledger.empty(), self._hurry / 2)
+            async with asyncio.timeout(self._hurry / 2):
+                await self.ledger.empty()
         except TimeoutError:
             # The death of this instance's row gives back what could not be written.
             log.warning("executor.unwritten", runs=len(self._owned))
