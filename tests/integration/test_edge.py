@@ -77,6 +77,23 @@ async def test_a_flood_of_probes_asks_the_database_once(running: Running, monkey
     assert 1 <= asked <= 1 + (time.monotonic() - began) / CACHED_FOR
 
 
+async def test_a_database_that_answers_while_the_event_loop_is_busy_is_ready(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ping = running.context.database.ping
+
+    async def busy() -> None:
+        # For longer than a probe waits, before anything was sent.
+        await asyncio.to_thread(time.sleep, 0)
+        time.sleep(1.2)  # noqa: ASYNC251 — it blocks the loop on purpose
+        await ping()
+
+    monkeypatch.setattr(running.context.database, "ping", busy)
+    # What is known to be well is kept for so long.
+    await asyncio.sleep(CACHED_FOR + 0.1)
+    assert (await running.client.get("/health/ready")).status_code == 200
+
+
 async def test_ready_is_503_as_soon_as_the_flag_is_up_without_any_cache(running: Running) -> None:
     assert (await running.client.get("/health/ready")).status_code == 200
     running.context.course.drain("testing")

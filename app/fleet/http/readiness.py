@@ -15,6 +15,7 @@ from app.fleet.errors import DatabaseError
 
 CACHED_FOR = 1.0
 PATIENCE = 1.0
+WAITS = 10
 NO_ANSWER = "the database does not answer"
 
 
@@ -36,9 +37,13 @@ class Readiness:
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name="readiness")
         # Waited for and not cancelled: on a dead network psycopg needs seconds to cancel a query, and a probe's answer
-        # is due now. The question stays open, for the next probe to find answered.
-        answered, _ = await asyncio.wait({self._asking}, timeout=PATIENCE)
-        return NO_ANSWER if not answered else answered.pop().result()
+        # is due now. The question stays open, for the next probe to find answered. In several waits, because an event
+        # loop that was busy for long finds all of one wait used up, and the answer there.
+        asking = self._asking
+        for _ in range(WAITS):
+            if (await asyncio.wait({asking}, timeout=PATIENCE / WAITS))[0]:
+                return asking.result()
+        return NO_ANSWER
 
     async def _ask(self) -> str | None:
         try:
