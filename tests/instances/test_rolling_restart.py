@@ -77,8 +77,7 @@ class Load:
                     self.outcomes[str(answer.status_code)] += 1
                 except httpx.TransportError as error:
                     self.outcomes[type(error).__name__] += 1
-                # A steady load, with cores to spare for the instances that start.
-                time.sleep(0.03)
+                time.sleep(0.01)
 
 
 @pytest.fixture
