@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 BENCH_STAMP := .venv/.bench-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test check bench chaos image-test lock tools clean
+.PHONY: help setup up down test check golden bench chaos image-test lock tools clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ check: setup  ## Format, lint, types, import contract, documentation, model-migr
 	cd alembic && ../$(BIN)/mypy --config-file ../pyproject.toml env.py versions/fleet versions/app
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit/test_documentation.py tests/integration/test_migrations.py
+
+golden: setup  ## Write the golden files of the SQL statements anew, after a statement has changed on purpose
+	$(BIN)/python -m app.fleet.sql --write tests/golden
 
 bench: $(BENCH_STAMP)  ## Measure everything that has a figure, beside the peers, and print it (half an hour)
 	$(BIN)/python -m benchmarks

@@ -16,7 +16,7 @@ from app.fleet.cluster.member import sessions
 from app.fleet.cluster.registry import Register, Session
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.direct import open_session
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.tables import instance_ids, instance_numbers, metadata, once_tokens
 from app.fleet.errors import DatabaseError
 from app.fleet.settings import FleetSettings
@@ -25,10 +25,10 @@ from app.fleet.telemetry.redaction import redact
 CLOCK_TOLERANCE = 2.0
 MISSING_SHOWN = 5
 
-MAY_MIGRATE = "SELECT has_schema_privilege('{channel}', 'CREATE')"
+MAY_MIGRATE = Statement("SELECT has_schema_privilege('{channel}', 'CREATE')")
 
 # Each privilege by itself: a list of them in one call asks for any.
-MISSING = """
+MISSING = Statement("""
 SELECT 'USAGE on the schema'
 WHERE NOT has_schema_privilege('{channel}', 'USAGE')
 UNION ALL
@@ -47,7 +47,7 @@ SELECT 'USAGE on ' || c.relname
 FROM pg_catalog.pg_class AS c
 WHERE c.relnamespace = '{channel}'::regnamespace AND c.relname = ANY(%(sequences)s)
   AND NOT has_sequence_privilege(c.oid, 'USAGE')
-"""
+""")
 
 
 class Level(enum.StrEnum):

@@ -16,6 +16,7 @@ from app.fleet import BreakerOpen, FleetError, LimitReached, breaker
 from app.fleet.cluster import breakers
 from app.fleet.cluster.breakers import Breaker, Breakers
 from app.fleet.cluster.registry import Identity
+from app.fleet.db.namespace import Statement
 from app.fleet.errors import BreakerInvalid
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
@@ -275,7 +276,7 @@ async def test_a_probe_whose_caller_is_cancelled_while_it_is_let_in_leaves_its_p
     await crew.rested()
     fetch = crew[0].breakers._fetch
 
-    async def answer_late(statement: str, *given: Any, **more: Any) -> Any:
+    async def answer_late(statement: Statement, *given: Any, **more: Any) -> Any:
         answer = await fetch(statement, *given, **more)
         if statement is breakers.PROBE:
             written.set()
@@ -301,7 +302,7 @@ async def test_what_became_of_a_probe_is_written_as_soon_as_the_database_can_be_
     await crew.rested()
     fetch = crew[0].breakers._fetch
 
-    async def fail_twice(statement: str, *given: Any, **more: Any) -> Any:
+    async def fail_twice(statement: Statement, *given: Any, **more: Any) -> Any:
         if statement in {breakers.PASSED, breakers.GIVEN_BACK} and len(failures) < 2:
             failures.append(statement)
             raise psycopg.OperationalError("the database is away")

@@ -10,6 +10,7 @@ import pytest
 from psycopg.rows import TupleRow
 
 from app.fleet.cluster.registry import Register
+from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import array
 from app.fleet.engine import claim, lines, runs
 from app.fleet.engine.ledger import FINISH
@@ -499,7 +500,7 @@ async def test_a_long_line_costs_nobody_anything(address: str) -> None:
         assert after[1] <= before[1] + 60, (before, after)
 
 
-async def blocks(here: Table, statement: str) -> int:
+async def blocks(here: Table, statement: Statement) -> int:
     """Count what a claim touches, and take it back."""
     one = await here.instance("counting")
     values: dict[str, Any] = {"me": one.identity.id, "name": "counting", "counted": False}

@@ -17,6 +17,7 @@ from app.fleet.cluster.lock_rows import RELEASE, RENEW, TAKE, WAIT
 from app.fleet.cluster.locks import Locks, Wanted
 from app.fleet.cluster.registry import BATCH, Identity
 from app.fleet.db.direct import PATIENCE, open_session
+from app.fleet.db.namespace import Statement
 from app.fleet.errors import LockInvalid
 from tests.support.postgres import Postgres
 from tests.support.runs import Desk, desk, soon
@@ -544,7 +545,7 @@ class Outage:
     def end(self) -> None:
         self._over.set()
 
-    async def _ask(self, statement: str, values: Any) -> Any:
+    async def _ask(self, statement: Statement, values: Any) -> Any:
         if not self._over.is_set():
             self.met.set()
             raise psycopg.OperationalError("the database is away")
@@ -624,7 +625,7 @@ async def test_whoever_is_cancelled_while_it_enters_the_queue_does_not_stay_in_i
     await held_by(there)
     fetch = locks_of(here)._fetch
 
-    async def answer_late(statement: str, values: Any) -> Any:
+    async def answer_late(statement: Statement, values: Any) -> Any:
         answer = await fetch(statement, values)
         if statement is WAIT:
             written.set()

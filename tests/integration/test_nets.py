@@ -10,6 +10,7 @@ import pytest
 
 from app.fleet import Fenced, Run
 from app.fleet.cluster.registry import BATCH
+from app.fleet.db.namespace import Statement
 from app.fleet.engine import lookout, recovery, retention
 from app.fleet.engine.claim import MANY
 from app.fleet.engine.trigger import Order
@@ -450,7 +451,7 @@ async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retrie
     genuine = here.engine.retention._in_time
     pieces: list[object] = []
 
-    async def die(statement: str, values: dict[str, Any]) -> int | None:
+    async def die(statement: Statement, values: dict[str, Any]) -> int | None:
         if statement == retention.PRUNE_EVENTS:
             pieces.append(values)
             if len(pieces) == 3:

@@ -15,6 +15,7 @@ import pytest
 
 from app.fleet import Run
 from app.fleet.cluster.registry import Register
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import fetch
 from app.fleet.engine import once
@@ -315,7 +316,7 @@ async def test_who_drew_its_token_before_another_does_not_take_the_key_after_it(
 
 
 @pytest.mark.parametrize("statement", [TAKE, MARK, RELEASE])
-async def test_keys_are_found_by_the_primary_key_alone(here: Table, statement: str) -> None:
+async def test_keys_are_found_by_the_primary_key_alone(here: Table, statement: Statement) -> None:
     """Among rows of which few are pending, and with a batch that makes reading all of them look cheap."""
     owner = await instance(here, "one")
     await here.sql(

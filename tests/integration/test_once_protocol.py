@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from app.fleet import Run
+from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import fetch
 from app.fleet.engine import once
 from app.fleet.engine.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
@@ -149,7 +150,7 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any]) -> type[
                 else:
                     assert row in {None, f"(free,{key.token})", f"(seen,{key.token})"}
 
-    async def execute(statement: str, block: Block | None = None) -> Any:
+    async def execute(statement: Statement, block: Block | None = None) -> Any:
         async with here.database.autocommit() as connection:
             return await fetch(connection, NAMESPACE.sql(statement), block.values if block else None)
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import psycopg
 import pytest
 
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.engine.pages import EXTRACT, NEWEST, WHOLE_MOST, page_sql
 from app.fleet.engine.runs import ENDED, State
 from app.fleet.http.runs import PAGE_MOST
@@ -155,7 +155,8 @@ def test_a_page_reads_a_few_rows_of_an_index_whatever_the_filter_and_the_cursor(
         for states in (("failed",), ("cancelled",), ("cancelled", "failed")):
             which: dict[str, Any] = {"action": 1, "states": list(states), "since": None, "until": "infinity"}
             which |= {"first_state": states[0], "last_state": states[-1], "most": limit}
-            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + Namespace("flotilla").sql(ENDED) + b" FOR UPDATE SKIP LOCKED"
+            batch = Statement(f"{ENDED} FOR UPDATE SKIP LOCKED")
+            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + Namespace("flotilla").sql(batch)
             row = connection.execute(explain, which, prepare=False).fetchone()
             assert row is not None
             (scan,) = scans(row[0][0]["Plan"])

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import fetch
 from app.fleet.engine import runs
 from app.fleet.engine.ledger import CHECKPOINT, END_CANCELLED, FINISH, GIVE_BACK
@@ -29,6 +30,8 @@ from app.fleet.engine.recovery import TakeBack
 from app.fleet.engine.trigger import Order
 from app.fleet.errors import RunNotReady
 from tests.support.table import NAMESPACE, Claiming, Table, declare, table
+
+FINISH_RETURNING = Statement(f"{FINISH}RETURNING id")
 
 Answer = TypeVar("Answer")
 INSTANCES = ("ann", "bob", "cyd")
@@ -99,7 +102,7 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
             self.write_end(self.some(data), state)
 
         def write_end(
-            self, claimed: list[tuple[int, int]], state: str | None, statement: str = FINISH + "RETURNING id"
+            self, claimed: list[tuple[int, int]], state: str | None, statement: Statement = FINISH_RETURNING
         ) -> None:
             values = written(claimed) | {
                 "states": [state] * len(claimed),
@@ -244,7 +247,7 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
                 if self.model[run_id].state == "running" and self.model[run_id].token == token
             }
 
-    async def execute(statement: str, values: dict[str, Any]) -> Any:
+    async def execute(statement: Statement, values: dict[str, Any]) -> Any:
         async with here.database.connection() as connection:
             return await fetch(connection, NAMESPACE.sql(statement), values)
 

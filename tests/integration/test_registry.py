@@ -9,17 +9,18 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from app.fleet.cluster.registry import GRACE, Identity, Register, Registration, Session
+from app.fleet.cluster.registry import GRACE, HOLD_PRESENCE, STATE, Identity, Register, Registration, Session
 from app.fleet.db import migrations
 from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.dsn import pool_application
-from app.fleet.db.namespace import Lock, Namespace
+from app.fleet.db.namespace import Lock, Namespace, Statement
 from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
 from tests.support.postgres import eventually
 from tests.support.service import service
 
 POSTGRES_VERSIONS = (18, 16)
 NAMESPACE = Namespace("flotilla")
+SET_GONE = Statement("UPDATE {schema}.instances SET state = 'gone' WHERE id = %(id)s")
 
 
 def wanted(name: str | None = None, **more: object) -> Registration:
@@ -55,7 +56,7 @@ REGISTER = Register(NAMESPACE)
 
 
 def state(asked: Session, identifier: int) -> str:
-    row = asked.execute(NAMESPACE.sql("SELECT state FROM {schema}.instances WHERE id = %(id)s"), {"id": identifier})
+    row = asked.execute(NAMESPACE.sql(STATE), {"id": identifier})
     found = row.fetchone()
     assert found is not None
     return str(found[0])
@@ -111,11 +112,12 @@ def test_a_link_that_comes_back_during_the_verdict_waits_and_then_reads_it(
 ) -> None:
     identity = one_that_died(home, ours)
     with theirs.transaction():
-        theirs.execute(NAMESPACE.sql("SELECT pg_try_advisory_xact_lock({class}, %(key)s)"), {"key": identity.id})
+        theirs.execute(NAMESPACE.sql(HOLD_PRESENCE), {"key": identity.id})
         # The verdict is being written. The one it is about comes back now, and must not get in between.
         assert not REGISTER.take_presence(ours, identity.id)
         theirs.execute(
-            NAMESPACE.sql("UPDATE {schema}.instances SET state = 'gone' WHERE id = %(id)s"), {"id": identity.id}
+            NAMESPACE.sql(SET_GONE),
+            {"id": identity.id},
         )
     assert REGISTER.take_presence(ours, identity.id)
     assert not REGISTER.relink(ours, identity)
@@ -159,7 +161,7 @@ def test_what_a_death_asks_for_happens_once_whether_it_left_or_was_declared_gone
     deaths: list[object] = []
     register = Register(NAMESPACE, [lambda _, identifiers: deaths.extend(identifiers)])
     identity = register.join(ours, wanted(), "ready")
-    theirs.execute(NAMESPACE.sql("UPDATE {schema}.instances SET state = 'gone' WHERE id = %(id)s"), {"id": identity.id})
+    theirs.execute(NAMESPACE.sql(SET_GONE), {"id": identity.id})
     register.leave(ours, identity.id, "left", [])
     assert deaths == [], "it was declared gone while it was leaving, and that did everything"
 
@@ -262,7 +264,7 @@ def test_a_number_whose_name_somebody_chose_by_hand_is_skipped(ours: DirectSessi
 def test_an_id_that_is_in_use_already_is_an_error_and_not_an_endless_loop(ours: DirectSession) -> None:
     """The sequence was reset, for example by restoring a part of a backup."""
     REGISTER.join(ours, wanted(), "ready")
-    ours.execute(NAMESPACE.sql("SELECT setval('{schema}.instance_ids', 1, false)"))
+    ours.execute(NAMESPACE.sql(Statement("SELECT setval('{schema}.instance_ids', 1, false)")))
     with pytest.raises(psycopg.errors.UniqueViolation, match="instances_pkey"):
         REGISTER.join(ours, wanted(), "ready")
 
@@ -272,7 +274,7 @@ def test_a_row_that_belongs_to_another_process_by_now_is_neither_renewed_nor_tak
 ) -> None:
     """A restored backup may give an id away twice; the run id tells the two processes apart."""
     identity = REGISTER.join(ours, wanted(), "ready")
-    ours.execute(NAMESPACE.sql("UPDATE {schema}.instances SET run_id = %(other)s"), {"other": uuid4()})
+    ours.execute(NAMESPACE.sql(Statement("UPDATE {schema}.instances SET run_id = %(other)s")), {"other": uuid4()})
     assert REGISTER.beat(ours, identity, "ready", 0) is None
     assert not REGISTER.relink(ours, identity)
 
@@ -339,7 +341,7 @@ def test_only_rows_long_gone_are_pruned(home: str, ours: DirectSession) -> None:
         identities.append(one_that_died(home, ours))
         REGISTER.declare_gone(ours, identities[-1].id, "its session ended")
     ours.execute(
-        NAMESPACE.sql("UPDATE {schema}.instances SET gone_at = now() - interval '8 days' WHERE id = %(id)s"),
+        NAMESPACE.sql(Statement("UPDATE {schema}.instances SET gone_at = now() - interval '8 days' WHERE id = %(id)s")),
         {"id": identities[0].id},
     )
     assert REGISTER.prune(ours) == 1

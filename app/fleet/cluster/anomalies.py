@@ -32,7 +32,7 @@ import psycopg
 from app.fleet.cluster.locks import RESERVED
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.errors import DatabaseError
 from app.fleet.service import Service, let_go
@@ -63,29 +63,29 @@ REMEMBERED = timedelta(days=1)
 
 log = events(__name__)
 
-ALLOWED_CONNECTIONS = """
+ALLOWED_CONNECTIONS = Statement("""
 SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
-"""
+""")
 
-HELD_TOO_LONG = """
+HELD_TOO_LONG = Statement("""
 SELECT name, instance, holder, acquired_at
 FROM {schema}.service_locks
 WHERE instance_id IS NOT NULL AND acquired_at < clock_timestamp() - %(long)s AND NOT starts_with(name, %(but)s)
 ORDER BY acquired_at
 LIMIT 100
-"""
+""")
 
-OVERLAPS = """
+OVERLAPS = Statement("""
 SELECT DISTINCT ON (name) name, token, instance, other_token, other, found_at
 FROM {schema}.lock_overlaps
 WHERE found_at > clock_timestamp() - %(within)s
 ORDER BY name, id DESC
 LIMIT 100
-"""
+""")
 
 # The terms that ended, but for those that an instance ended itself because it leaves: the last term of one that drains
 # or has left.
-LOST_TERMS = """
+LOST_TERMS = Statement("""
 SELECT count(*), min(t.began_at), string_agg(DISTINCT t.instance, ', ' ORDER BY t.instance)
 FROM (
     SELECT id, instance_id, instance, began_at,
@@ -102,7 +102,7 @@ WHERE t.ended
           WHERE i.id = t.instance_id AND (i.state = 'draining' OR i.gone_reason = 'left')
       )
   )
-"""
+""")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ import psycopg
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.options import check_count, check_name, duration
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import fetch
 from app.fleet.duration import Duration, written
@@ -79,12 +80,12 @@ STATE = """extract(epoch FROM b.open_until - clock_timestamp())::float8 AS rests
 
 TELL = "pg_notify('{channel}', 'breaker:' || name)"
 
-LOOK = f"SELECT {STATE} FROM {{schema}}.breakers AS b WHERE b.name = %(name)s"
+LOOK = Statement(f"SELECT {STATE} FROM {{schema}}.breakers AS b WHERE b.name = %(name)s")
 
-MAKE = "INSERT INTO {schema}.breakers (name) VALUES (%(name)s) ON CONFLICT (name) DO NOTHING"
+MAKE = Statement("INSERT INTO {schema}.breakers (name) VALUES (%(name)s) ON CONFLICT (name) DO NOTHING")
 
 # Of failures, only those that count are kept. The one that is enough opens it.
-FAILED = f"""
+FAILED = Statement(f"""
 WITH closed AS MATERIALIZED (
     SELECT name, failed_at
     FROM {{schema}}.breakers
@@ -112,10 +113,10 @@ WITH closed AS MATERIALIZED (
     RETURNING b.name, cardinality(b.failed_at) < 2 AS news, {STATE}
 )
 SELECT rests, counts, CASE WHEN news THEN {TELL} END FROM written
-"""
+""")
 
 # The guard of a probe: rested, and nobody else probes who may still come to an end.
-PROBE = """
+PROBE = Statement("""
 UPDATE {schema}.breakers AS b
 SET token = b.token + 1, probe_instance = %(me)s,
     probe_until = clock_timestamp() + make_interval(secs => %(probe_most)s::float8)
@@ -125,11 +126,11 @@ WHERE b.name = %(name)s AND b.open_until <= clock_timestamp()
       OR EXISTS (SELECT FROM {schema}.instances AS i WHERE i.id = b.probe_instance AND i.state = 'gone')
   )
 RETURNING b.token
-"""
+""")
 
 MY_PROBE = "b.name = %(name)s AND b.token = %(token)s AND b.probe_instance IS NOT NULL"
 
-PASSED = f"""
+PASSED = Statement(f"""
 WITH closed AS (
     UPDATE {{schema}}.breakers AS b
     SET open_until = NULL, openings = 0, failed_at = '{{}}', probe_instance = NULL, probe_until = NULL
@@ -137,9 +138,9 @@ WITH closed AS (
     RETURNING b.name, {STATE}
 )
 SELECT rests, counts, {TELL} FROM closed
-"""
+""")
 
-OPENED_AGAIN = f"""
+OPENED_AGAIN = Statement(f"""
 WITH opened AS (
     UPDATE {{schema}}.breakers AS b
     SET open_until = clock_timestamp() + make_interval(secs => least(
@@ -150,9 +151,9 @@ WITH opened AS (
     RETURNING b.name, {STATE}
 )
 SELECT rests, counts, {TELL} FROM opened
-"""
+""")
 
-GIVEN_BACK = f"""
+GIVEN_BACK = Statement(f"""
 WITH free AS (
     UPDATE {{schema}}.breakers AS b
     SET probe_instance = NULL, probe_until = NULL
@@ -160,7 +161,7 @@ WITH free AS (
     RETURNING b.name, {STATE}
 )
 SELECT rests, counts, {TELL} FROM free
-"""
+""")
 
 Answer = TypeVar("Answer")
 
@@ -339,7 +340,7 @@ class Breakers(Service):
         if known is not None and not known.closed:
             self._opened(breaker, known)
 
-    async def _report(self, statement: str, breaker: Breaker, token: int) -> None:
+    async def _report(self, statement: Statement, breaker: Breaker, token: int) -> None:
         """Write what became of a probe, for as long as nobody else may probe."""
         until = clock() + breaker.probe_most
         while True:
@@ -353,7 +354,7 @@ class Breakers(Service):
             else:
                 return
 
-    async def _end_probe(self, statement: str, breaker: Breaker, token: int) -> None:
+    async def _end_probe(self, statement: Statement, breaker: Breaker, token: int) -> None:
         known = await self._run(statement, breaker, token=token)
         if known is None:
             log.info("breaker.late", breaker=breaker.name, token=token)
@@ -370,7 +371,7 @@ class Breakers(Service):
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
-    async def _run(self, statement: str, breaker: Breaker, **values: Any) -> Known | None:
+    async def _run(self, statement: Statement, breaker: Breaker, **values: Any) -> Known | None:
         """Run one that answers with the state, and keep it in mind; None if it changed, or found, nothing."""
         news, sent = self._news, clock()
         rows = await self._fetch(statement, breaker, **values)
@@ -410,7 +411,7 @@ class Breakers(Service):
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, statement: str, breaker: Breaker, **values: Any) -> Any:
+    async def _fetch(self, statement: Statement, breaker: Breaker, **values: Any) -> Any:
         async with self._database.autocommit() as connection:
             given = {**vars(breaker), "rest_most": REST_MOST, **values}
             return await fetch(connection, self._database.namespace.sql(statement), given)

@@ -11,7 +11,7 @@ import os
 import socket
 
 from app.fleet.cluster.member import Member
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.telemetry.logs import events
 
@@ -20,7 +20,7 @@ SUBJECT_MOST = 200
 
 log = events(__name__)
 
-NOTIFY = "SELECT pg_notify('{channel}', 'command:' || %(done)s)"
+NOTIFY = Statement("SELECT pg_notify('{channel}', 'command:' || %(done)s)")
 
 
 def operator() -> str:

@@ -15,7 +15,7 @@ from psycopg.rows import class_row
 
 from app.fleet.cluster.lock_rows import PASS_ON_FREE
 from app.fleet.cluster.options import check_name
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown
 from app.fleet.telemetry.logs import events
@@ -25,37 +25,37 @@ REASON_MOST = 1000
 
 log = events(__name__)
 
-LIST = """
+LIST = Statement("""
 SELECT l.name, l.token, l.instance, l.instance_id, l.hostname, l.pid, l.holder, l.acquired_at, l.renewed_at,
        l.expires_at, (SELECT count(*) FROM {schema}.lock_waiters AS w WHERE w.name = l.name) AS waiting
 FROM {schema}.service_locks AS l
 WHERE l.instance_id IS NOT NULL AND (%(name)s::text IS NULL OR l.name = %(name)s)
 ORDER BY l.name
-"""
+""")
 
-LIMITED = "SELECT set_config('lock_timeout', %(patience)s, true)"
+LIMITED = Statement("SELECT set_config('lock_timeout', %(patience)s, true)")
 
-SEIZE = """
+SEIZE = Statement("""
 SELECT token, instance_id, instance, holder, acquired_at
 FROM {schema}.service_locks
 WHERE name = %(name)s AND instance_id IS NOT NULL
 FOR UPDATE
-"""
+""")
 
-WRITE_DOWN = """
+WRITE_DOWN = Statement("""
 INSERT INTO {schema}.lock_releases (name, token, instance, holder, acquired_at, reason, released_by)
 VALUES (%(name)s, %(token)s, %(instance)s, %(holder)s, %(acquired_at)s, %(reason)s, %(by)s)
-"""
+""")
 
-FORCE = """
+FORCE = Statement("""
 UPDATE {schema}.service_locks
 SET token = token + 1, instance_id = NULL, waiter = NULL
 WHERE name = %(name)s
-"""
+""")
 
-TELL = """
+TELL = Statement("""
 SELECT pg_notify('{channel}', format('released:%%s:%%s:%%s', %(instance_id)s::int, %(token)s::int8, %(name)s::text))
-"""
+""")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ import psycopg
 from app.fleet.cluster.link import Link, clock
 from app.fleet.cluster.registry import GRACE, RELINK_GRACE, Identity, Register, Session
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
+from app.fleet.db.namespace import Statement
 from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.redaction import redact
 
@@ -51,9 +52,11 @@ RETRY_AFTER_DEFECT = 1.0
 
 log = events(__name__)
 
-ENTER_QUEUE = "UPDATE {schema}.instances SET turn_pid = pg_backend_pid() WHERE id = %(id)s AND state <> 'gone'"
-WARM_UP = "SELECT has_table_privilege('{schema}.leader_turn'::regclass, 'UPDATE')"
-WAIT_FOR_TURN = "LOCK TABLE {schema}.leader_turn IN EXCLUSIVE MODE"
+ENTER_QUEUE = Statement(
+    "UPDATE {schema}.instances SET turn_pid = pg_backend_pid() WHERE id = %(id)s AND state <> 'gone'"
+)
+WARM_UP = Statement("SELECT has_table_privilege('{schema}.leader_turn'::regclass, 'UPDATE')")
+WAIT_FOR_TURN = Statement("LOCK TABLE {schema}.leader_turn IN EXCLUSIVE MODE")
 
 
 class Leader:

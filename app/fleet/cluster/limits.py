@@ -45,6 +45,7 @@ import psycopg
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.options import LONGEST, check_count, check_name
 from app.fleet.cluster.rate import Rate
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import fetch
 from app.fleet.duration import written
@@ -76,7 +77,7 @@ log = events(__name__)
 # One transaction after another has the row, and then reads the clock. `first` is in how many seconds the first permit
 # is, from then; negative while some of the burst is left. As many as wait, but of those in the future no more than
 # `most`, and none that nobody waits for so long. The first one ever to use a name only makes the row, and asks again.
-LEASE = """
+LEASE = Statement("""
 WITH known AS MATERIALIZED (
     SELECT name, used_until
     FROM {schema}.limits
@@ -109,7 +110,7 @@ WITH known AS MATERIALIZED (
     WHERE l.name = u.name AND u.taken > 0
 )
 SELECT taken, first FROM lease
-"""
+""")
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,12 @@ import psycopg
 from app.fleet.cluster.registry import Identity, Register, Registration, Session
 from app.fleet.db import preflight
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
+from app.fleet.db.namespace import Statement
 from app.fleet.errors import FleetError
 from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.redaction import redact
+
+LISTEN = Statement('LISTEN "{channel}"')
 
 BEAT = 1.0
 RETRY = 0.05
@@ -183,7 +186,7 @@ class Link:
 
     def _attach(self, session: DirectSession) -> None:
         """Become somebody on this session: who we were, if that still stands; otherwise somebody new."""
-        session.execute(self._register.namespace.sql('LISTEN "{channel}"'))
+        session.execute(self._register.namespace.sql(LISTEN))
         sent = clock()
         if self._identity is not None and not self._resume(session, self._identity):
             self._drop(self._identity)

@@ -15,6 +15,7 @@ UPDATE, and RENEW skips it as well. GUARD takes it FOR KEY SHARE: beside the lat
 """
 
 from app.fleet.cluster.registry import BATCH
+from app.fleet.db.namespace import Statement
 
 # Told by what is there, never by what is not: an instance that has only just joined may not be visible yet.
 FREE = """(
@@ -29,7 +30,7 @@ HOLDER = """instance_id = %(me)s, instance = %(instance)s, hostname = %(hostname
     ttl = %(ttl)s, waiter = NULL, acquired_at = clock_timestamp(), renewed_at = clock_timestamp(),
     expires_at = clock_timestamp() + %(ttl)s"""
 
-TAKE = f"""
+TAKE = Statement(f"""
 WITH me AS MATERIALIZED (
     {ALIVE}
 ), known AS MATERIALIZED (
@@ -63,16 +64,16 @@ WITH me AS MATERIALIZED (
 SELECT token FROM made
 UNION ALL
 SELECT token FROM taken
-"""
+""")
 
-WAIT = f"""
+WAIT = Statement(f"""
 WITH me AS MATERIALIZED (
     {ALIVE}
 )
 INSERT INTO {{schema}}.lock_waiters (name, instance_id, holder, ttl, held)
 SELECT %(name)s, me.id, %(holder)s::text, %(ttl)s::interval, %(held)s::text[] FROM me
 RETURNING id
-"""
+""")
 
 
 def pass_on(which: str, to_nobody: str = "NULL", limit: str = "ALL") -> str:
@@ -124,20 +125,22 @@ FROM passed
 OURS = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id = %(me)s"
 # Released to nobody, no token has moved, and nobody waits for the disk: if the server crashes before it is written, the
 # lock is free after its `ttl`.
-RELEASE = pass_on(OURS, to_nobody="set_config('synchronous_commit', 'off', true)")
-PASS_ON_FREE = pass_on(f"l.name = ANY (%(names)s::text[]) AND {FREE}")
+RELEASE = Statement(pass_on(OURS, to_nobody="set_config('synchronous_commit', 'off', true)"))
+PASS_ON_FREE = Statement(pass_on(f"l.name = ANY (%(names)s::text[]) AND {FREE}"))
 # Those beyond the limit are free as well, because their instance is gone: the next who looks is let in.
-PASS_ON_OF_DEAD = pass_on("l.instance_id = ANY (%(dead)s::int[])", limit=str(BATCH))
+PASS_ON_OF_DEAD = Statement(pass_on("l.instance_id = ANY (%(dead)s::int[])", limit=str(BATCH)))
 
 # For a lock whose row somebody guards by: the token stays, so it waits for nobody. Passed on when that has ended.
-LET_GO = f"UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS}"
+LET_GO = Statement(f"""
+UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS} RETURNING l.name
+""")
 UNCLAIMED = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id IS NULL"
-PASS_ON_UNCLAIMED = pass_on(UNCLAIMED)
-STILL_UNCLAIMED = f"SELECT l.name FROM {{schema}}.service_locks AS l WHERE {UNCLAIMED}"
+PASS_ON_UNCLAIMED = Statement(pass_on(UNCLAIMED))
+STILL_UNCLAIMED = Statement(f"SELECT l.name FROM {{schema}}.service_locks AS l WHERE {UNCLAIMED}")
 
 # How it stands with those who wait here, in one moment: let in, with a token; or in the queue. Who is in no row of the
 # answer was let in, did not hear of it, and let its `ttl` pass.
-STANDING = """
+STANDING = Statement("""
 SELECT waiter, token
 FROM {schema}.service_locks
 WHERE instance_id = %(me)s AND waiter = ANY (%(waiters)s::int8[])
@@ -145,10 +148,10 @@ UNION ALL
 SELECT id, NULL
 FROM {schema}.lock_waiters
 WHERE id = ANY (%(waiters)s::int8[])
-"""
+""")
 
 # The rows of an instance: the locks it holds, and its places in the queues, which have no token.
-OWN = """
+OWN = Statement("""
 SELECT name, token, waiter
 FROM {schema}.service_locks
 WHERE instance_id = %(me)s
@@ -156,15 +159,15 @@ UNION ALL
 SELECT name, NULL, id
 FROM {schema}.lock_waiters
 WHERE instance_id = %(me)s
-"""
+""")
 
 # Who gives up, and may have been let in this very moment.
-STOP_WAITING = "DELETE FROM {schema}.lock_waiters WHERE id = %(waiter)s"
-FORGET_WAITERS = "DELETE FROM {schema}.lock_waiters WHERE instance_id = ANY (%(dead)s::int[])"
+STOP_WAITING = Statement("DELETE FROM {schema}.lock_waiters WHERE id = %(waiter)s RETURNING id")
+FORGET_WAITERS = Statement("DELETE FROM {schema}.lock_waiters WHERE instance_id = ANY (%(dead)s::int[])")
 
 # One row for each lock that is still ours, and whether it was renewed. It was not if another transaction has its row
 # locked: an operator's release, which may be frozen, and this is asked in the link's thread.
-RENEW = """
+RENEW = Statement("""
 WITH ours AS MATERIALIZED (
     SELECT l.name, l.token
     FROM unnest(%(names)s::text[], %(tokens)s::int8[]) AS h (name, token)
@@ -187,34 +190,34 @@ WITH ours AS MATERIALIZED (
 SELECT o.name, o.token, r.name IS NOT NULL
 FROM ours AS o
 LEFT JOIN renewed AS r ON r.name = o.name
-"""
+""")
 
 # Who has these, that we do not have any more; and for how long. None that an operator took away.
-OTHERS = """
+OTHERS = Statement("""
 SELECT l.name, h.token, l.token, l.instance, extract(epoch FROM clock_timestamp() - l.acquired_at)::float8
 FROM unnest(%(names)s::text[], %(tokens)s::int8[]) AS h (name, token)
 JOIN {schema}.service_locks AS l ON l.name = h.name
 WHERE l.instance_id IS NOT NULL AND (l.token <> h.token OR l.instance_id <> %(me)s)
   AND NOT EXISTS (SELECT FROM {schema}.lock_releases AS r WHERE r.name = h.name AND r.token = h.token)
-"""
+""")
 
-NOTE_OVERLAP = """
+NOTE_OVERLAP = Statement("""
 INSERT INTO {schema}.lock_overlaps (name, token, instance, other_token, other)
 VALUES (%(name)s, %(token)s, %(instance)s, %(other_token)s, %(other)s)
-"""
+""")
 
-GUARD = """
+GUARD = Statement("""
 SELECT name
 FROM {schema}.service_locks
 WHERE name = %(name)s AND token = %(token)s AND instance_id = %(me)s
 FOR KEY SHARE
-"""
+""")
 
-WHO_HAS = "SELECT instance, holder, acquired_at FROM {schema}.service_locks WHERE name = %(name)s"
+WHO_HAS = Statement("SELECT instance, holder, acquired_at FROM {schema}.service_locks WHERE name = %(name)s")
 
 # Does one whom I wait for wait for me? From those who hold what I want, to those who hold what they want, and so on.
 # The last one to come gives way, so that not all of a circle do.
-CIRCLE = """
+CIRCLE = Statement("""
 WITH RECURSIVE chain AS (
     SELECT w.id, w.name, ARRAY[w.id] AS ids, ARRAY[%(name)s::text, w.name] AS names
     FROM {schema}.lock_waiters AS w
@@ -229,4 +232,4 @@ SELECT names
 FROM chain
 WHERE name = ANY (%(held)s::text[]) AND %(waiter)s >= ALL (ids)
 LIMIT 1
-"""
+""")

@@ -88,6 +88,7 @@ from app.fleet.cluster.lock_rows import (
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.options import check_name, duration
 from app.fleet.cluster.registry import BATCH, Identity, Session
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, fetch
 from app.fleet.duration import Duration, written
@@ -388,7 +389,7 @@ class Locks(Service):
             with self._settling(held.name):
                 if await self._fetch(RELEASE, values):
                     return True
-                if not await self._fetch(LET_GO + " RETURNING l.name", values):
+                if not await self._fetch(LET_GO, values):
                     return False
         except (psycopg.Error, DatabaseError) as error:
             # From now on it is a row that no task knows.
@@ -411,7 +412,7 @@ class Locks(Service):
     async def _stop_waiting(self, waiting: Waiting) -> None:
         """Leave the queue. If the row is there no more, the lock may have been passed on to us meanwhile."""
         with suppress(psycopg.Error, DatabaseError), self._settling(waiting.wanted.name):
-            if not await self._fetch(STOP_WAITING + " RETURNING id", {"waiter": waiting.id}):
+            if not await self._fetch(STOP_WAITING, {"waiter": waiting.id}):
                 self._strays.set()
 
     async def _who_has(self, name: str, wait: float | None) -> str:
@@ -649,7 +650,7 @@ class Locks(Service):
             await asyncio.sleep(TICK)
         return me
 
-    async def _fetch(self, statement: str, values: Mapping[str, Any]) -> Sequence[tuple[Any, ...]]:
+    async def _fetch(self, statement: Statement, values: Mapping[str, Any]) -> Sequence[tuple[Any, ...]]:
         async with self._database.autocommit() as connection:
             return await fetch(connection, self._sql(statement), values)
 

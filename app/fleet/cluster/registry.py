@@ -40,7 +40,7 @@ from psycopg.rows import TupleRow, class_row
 from psycopg.types.json import Jsonb
 
 from app.fleet.db.dsn import RUN_DIGITS, pool_application
-from app.fleet.db.namespace import Lock, Namespace
+from app.fleet.db.namespace import Lock, Namespace, Statement
 from app.fleet.db.pool import Database
 from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
 from app.fleet.telemetry.logs import events
@@ -58,11 +58,11 @@ GRACE = 0.15
 # After a restart or a failover every lock is free at once; this long the others have to take theirs again.
 RELINK_GRACE = 3.0
 
-DRAW_ID = "SELECT nextval('{schema}.instance_ids')"
-DRAW_NUMBER = "SELECT nextval('{schema}.instance_numbers')"
-TAKE_PRESENCE = "SELECT pg_try_advisory_lock({class}, %(key)s)"
+DRAW_ID = Statement("SELECT nextval('{schema}.instance_ids')")
+DRAW_NUMBER = Statement("SELECT nextval('{schema}.instance_numbers')")
+TAKE_PRESENCE = Statement("SELECT pg_try_advisory_lock({class}, %(key)s)")
 
-INSERT_INSTANCE = """
+INSERT_INSTANCE = Statement("""
 INSERT INTO {schema}.instances (
     id, name, run_id, state, hostname, pid, port, version, workspace, workspace_shared, connections,
     started_at, heartbeat_at, server_started_at
@@ -70,47 +70,47 @@ INSERT INTO {schema}.instances (
     %(id)s, %(name)s, %(run_id)s, %(state)s, %(hostname)s, %(pid)s, %(port)s, %(version)s, %(workspace)s,
     %(workspace_shared)s, %(connections)s, clock_timestamp(), clock_timestamp(), pg_postmaster_start_time()
 )
-"""
+""")
 
-RELINK = """
+RELINK = Statement("""
 UPDATE {schema}.instances
 SET heartbeat_at = clock_timestamp(), server_started_at = pg_postmaster_start_time()
 WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
-"""
+""")
 
 # Ends the session that still holds our presence after its network broke. Only a session of our own id can hold it,
 # and the pid we remember must still be that session.
-END_FORMER_SESSION = """
+END_FORMER_SESSION = Statement("""
 SELECT pg_terminate_backend(l.pid)
 FROM pg_catalog.pg_locks AS l
 WHERE l.locktype = 'advisory' AND l.granted AND l.pid = %(pid)s
   AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
   AND l.classid = '{channel}'::regnamespace AND l.objid = %(id)s::int::oid AND l.objsubid = 2
-"""
+""")
 
-BEAT = """
+BEAT = Statement("""
 UPDATE {schema}.instances
 SET heartbeat_at = clock_timestamp(), state = %(state)s, running = %(running)s, clock_ahead = %(ahead)s
 WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
 RETURNING drain_requested_at IS NOT NULL, drain_reason, clock_timestamp()
-"""
+""")
 
-REPORT_CONNECTION = """
+REPORT_CONNECTION = Statement("""
 UPDATE {schema}.instances
 SET connection_out_seconds = %(seconds)s
 WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
-"""
+""")
 
-LEAVE = """
+LEAVE = Statement("""
 UPDATE {schema}.instances
 SET state = 'gone', gone_at = clock_timestamp(), gone_reason = %(reason)s, running = 0, shutdown = %(shutdown)s
 WHERE id = %(id)s AND state <> 'gone'
-"""
+""")
 
-WRITE_SHUTDOWN = "UPDATE {schema}.instances SET shutdown = %(shutdown)s WHERE id = %(id)s"
+WRITE_SHUTDOWN = Statement("UPDATE {schema}.instances SET shutdown = %(shutdown)s WHERE id = %(id)s")
 
 # The rows that are visible were locked before they were written, so a missing lock means a session that ended.
-SILENT = """
+SILENT = Statement("""
 SELECT i.id, i.server_started_at = pg_postmaster_start_time() AS same_server
 FROM {schema}.instances AS i
 WHERE i.state <> 'gone'
@@ -120,17 +120,18 @@ WHERE i.state <> 'gone'
         AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
         AND l.classid = '{channel}'::regnamespace AND l.objid = i.id::oid AND l.objsubid = 2
   )
-"""
+""")
 
-HOLD_PRESENCE = "SELECT pg_try_advisory_xact_lock({class}, %(key)s)"
+HOLD_PRESENCE = Statement("SELECT pg_try_advisory_xact_lock({class}, %(key)s)")
 
 # Before a row is declared gone. A claim holds the row of its instance FOR KEY SHARE until it is committed: an instance
 # that leaves waits for its own claims, and a verdict skips the row while one is under way.
-LOCK_ROW = "SELECT id FROM {schema}.instances WHERE id = %(id)s AND state <> 'gone' FOR UPDATE"
+LOCK_ROW = Statement("SELECT id FROM {schema}.instances WHERE id = %(id)s AND state <> 'gone' FOR UPDATE")
+LOCK_ROW_UNLESS_LOCKED = Statement(f"{LOCK_ROW} SKIP LOCKED")
 
 # The sessions of this instance's pool whose transaction has locked a row of the register: RowShareLock is what
 # SELECT … FOR KEY SHARE takes on the table, and it is kept until the transaction ends.
-END_HOLDERS = """
+END_HOLDERS = Statement("""
 SELECT a.pid, pg_terminate_backend(a.pid)
 FROM {schema}.instances AS i
 JOIN pg_catalog.pg_stat_activity AS a
@@ -143,29 +144,29 @@ WHERE i.id = %(id)s AND i.state <> 'gone'
         AND l.relation = '{schema}.instances'::regclass
         AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
   )
-"""
+""")
 
-DECLARE_GONE = """
+DECLARE_GONE = Statement("""
 UPDATE {schema}.instances
 SET state = 'gone', gone_at = clock_timestamp(), gone_reason = %(reason)s, running = 0
 WHERE id = %(id)s AND state <> 'gone'
 RETURNING id, name
-"""
+""")
 
 # A frozen one still stands in the queue for leadership, where its turn would come and nobody would take it.
-LEAVE_QUEUE = """
+LEAVE_QUEUE = Statement("""
 SELECT pg_terminate_backend(l.pid)
 FROM {schema}.instances AS i
 JOIN pg_catalog.pg_locks AS l ON l.pid = i.turn_pid
 WHERE i.id = %(id)s
   AND l.locktype = 'relation' AND l.relation = '{schema}.leader_turn'::regclass
   AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
-"""
+""")
 
-NOTIFY = "SELECT pg_notify('{channel}', %(payload)s)"
+NOTIFY = Statement("SELECT pg_notify('{channel}', %(payload)s)")
 
 # The leader is whoever holds the queue's lock, so there is never more than one and it is never out of date.
-LIST = """
+LIST = Statement("""
 SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.workspace, i.connections, i.running,
        i.started_at, i.gone_at, i.gone_reason, i.shutdown, i.server_started_at,
        (extract(epoch FROM clock_timestamp() - i.heartbeat_at) * 1000)::int8 AS heartbeat_age_ms,
@@ -180,28 +181,29 @@ SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.
 FROM {schema}.instances AS i
 WHERE i.state <> 'gone' OR i.gone_at > clock_timestamp() - interval '10 minutes'
 ORDER BY i.id
-"""
+""")
 
-FIND_LIVING = "SELECT id FROM {schema}.instances WHERE {column} = %(value)s AND state <> 'gone'"
-FIND_OWNER = """
+FIND_NAME = Statement("SELECT id FROM {schema}.instances WHERE name = %(value)s AND state <> 'gone'")
+FIND_WORKSPACE = Statement("SELECT id FROM {schema}.instances WHERE workspace = %(value)s AND state <> 'gone'")
+FIND_OWNER = Statement("""
 SELECT name, hostname, pid, started_at FROM {schema}.instances WHERE id = %(id)s
-"""
+""")
 
-STATE = "SELECT state FROM {schema}.instances WHERE id = %(id)s"
+STATE = Statement("SELECT state FROM {schema}.instances WHERE id = %(id)s")
 
-REQUEST_DRAIN = """
+REQUEST_DRAIN = Statement("""
 UPDATE {schema}.instances
 SET drain_requested_at = coalesce(drain_requested_at, clock_timestamp()), drain_reason = %(reason)s
 WHERE name = %(name)s AND state <> 'gone'
 RETURNING id
-"""
+""")
 
-BEGIN_TERM = "INSERT INTO {schema}.leader_terms (instance_id, instance) VALUES (%(id)s, %(name)s)"
+BEGIN_TERM = Statement("INSERT INTO {schema}.leader_terms (instance_id, instance) VALUES (%(id)s, %(name)s)")
 
-FORGET_TERMS = "DELETE FROM {schema}.leader_terms WHERE began_at < clock_timestamp() - interval '7 days'"
+FORGET_TERMS = Statement("DELETE FROM {schema}.leader_terms WHERE began_at < clock_timestamp() - interval '7 days'")
 
 # The gone stay visible for ten minutes (above), and findable for a week. A small batch, so that it holds up nobody.
-PRUNE = """
+PRUNE = Statement("""
 DELETE FROM {schema}.instances
 WHERE id IN (
     SELECT id FROM {schema}.instances
@@ -210,7 +212,7 @@ WHERE id IN (
     LIMIT 500
     FOR UPDATE SKIP LOCKED
 )
-"""
+""")
 
 
 @dataclass(frozen=True)
@@ -369,7 +371,7 @@ class Register:
             (held,) = self._one(session, HOLD_PRESENCE, key=Lock.PRESENCE.key(identifier))
             if not held:
                 return None
-            if session.execute(self._sql(LOCK_ROW + " SKIP LOCKED"), {"id": identifier}).fetchone() is None:
+            if session.execute(self._sql(LOCK_ROW_UNLESS_LOCKED), {"id": identifier}).fetchone() is None:
                 self._end_holders(session, identifier)
                 return None
             row = session.execute(self._sql(DECLARE_GONE), {"id": identifier, "reason": reason}).fetchone()
@@ -388,12 +390,6 @@ class Register:
     def list(self, session: Session) -> list[Instance]:
         with session.cursor(row_factory=class_row(Instance)) as cursor:
             return cursor.execute(self._sql(LIST)).fetchall()
-
-    def living(self, session: Session, column: str, value: str) -> int | None:
-        """Return the id of the living instance with this name or workspace."""
-        statement = FIND_LIVING.replace("{column}", column)
-        row = session.execute(self._sql(statement), {"value": value}).fetchone()
-        return None if row is None else int(row[0])
 
     def is_gone(self, session: Session, identifier: int) -> bool:
         row = session.execute(self._sql(STATE), {"id": identifier}).fetchone()
@@ -419,7 +415,7 @@ class Register:
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _one(self, session: Session, statement: str, **values: Any) -> tuple[Any, ...]:
+    def _one(self, session: Session, statement: Statement, **values: Any) -> tuple[Any, ...]:
         row = session.execute(self._sql(statement), values or None).fetchone()
         assert row is not None
         return row
@@ -435,9 +431,13 @@ class Register:
         suffix = f"-{number}"
         return self.namespace.name[: 63 - len(suffix)] + suffix
 
-    def _living_owner(self, session: Session, column: str, value: str) -> str | None:
+    def _living(self, session: Session, statement: Statement, value: str) -> int | None:
+        row = session.execute(self._sql(statement), {"value": value}).fetchone()
+        return None if row is None else int(row[0])
+
+    def _living_owner(self, session: Session, statement: Statement, value: str) -> str | None:
         """Name the holder of a name or workspace; None if there is none any more, or it turned out to be dead."""
-        identifier = self.living(session, column, value)
+        identifier = self._living(session, statement, value)
         if identifier is None or self._bury(session, identifier):
             return None
         name, hostname, pid, started_at = self._one(session, FIND_OWNER, id=identifier)
@@ -460,7 +460,7 @@ class Register:
         return self.is_gone(session, identifier)
 
     def _refuse_name(self, session: Session, name: str) -> None:
-        if owner := self._living_owner(session, "name", name):
+        if owner := self._living_owner(session, FIND_NAME, name):
             raise NameTaken(
                 f"a living instance is called {name!r} already: {owner}. Choose another FLOTILLA_INSTANCE_NAME, leave "
                 f"it unset to be given one, or let that one leave first with `flotilla down {name}`"
@@ -468,7 +468,7 @@ class Register:
 
     def _refuse_workspace(self, session: Session, wanted: Registration) -> None:
         assert wanted.workspace is not None
-        if owner := self._living_owner(session, "workspace", wanted.workspace):
+        if owner := self._living_owner(session, FIND_WORKSPACE, wanted.workspace):
             raise WorkspaceTaken(
                 f"the workspace {wanted.workspace!r} is in use by {owner}. Let it leave first (`flotilla down`), "
                 f"choose another FLOTILLA_WORKSPACE, or share it with --force if you know that both may write there"

@@ -30,7 +30,7 @@ from sqlalchemy.pool import StaticPool
 
 from alembic import command
 from app.fleet.db.direct import DirectSession, open_session
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.errors import SchemaForeign, SchemaOutdated
 from app.fleet.telemetry.logs import events
 
@@ -41,11 +41,13 @@ ALEMBIC = threading.Lock()
 
 log = events(__name__)
 
-TRY_LOCK = "SELECT pg_try_advisory_lock(hashtextextended('flotilla/migrate/{channel}', 0))"
-UNLOCK = "SELECT pg_advisory_unlock(hashtextextended('flotilla/migrate/{channel}', 0))"
+TRY_LOCK = Statement("SELECT pg_try_advisory_lock(hashtextextended('flotilla/migrate/{channel}', 0))")
+UNLOCK = Statement("SELECT pg_advisory_unlock(hashtextextended('flotilla/migrate/{channel}', 0))")
 
 # Everything a schema can hold that would show it is somebody's: relations, functions and types.
-INSPECT = """
+READ_REVISIONS = Statement("SELECT version_num FROM {schema}.alembic_version")
+
+INSPECT = Statement("""
 SELECT to_regclass('{schema}.alembic_version') IS NOT NULL AS versioned,
        to_regclass('{schema}.instances') IS NOT NULL AS has_instances,
        EXISTS (
@@ -53,7 +55,7 @@ SELECT to_regclass('{schema}.alembic_version') IS NOT NULL AS versioned,
            JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
            WHERE n.nspname = '{channel}'
        ) AS occupied
-"""
+""")
 
 
 class State(enum.Enum):
@@ -82,7 +84,7 @@ def inspect(connection: psycopg.Connection[psycopg.rows.TupleRow], namespace: Na
         return State.ABSENT
     found: set[str] = set()
     if versioned:
-        rows = connection.execute(namespace.sql("SELECT version_num FROM {schema}.alembic_version")).fetchall()
+        rows = connection.execute(namespace.sql(READ_REVISIONS)).fetchall()
         found = {str(version) for (version,) in rows}
     scripts = ScriptDirectory.from_config(configuration())
     known = {script.revision for script in scripts.walk_revisions()}

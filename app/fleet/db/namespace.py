@@ -28,10 +28,19 @@ class Lock(enum.IntEnum):
         return (self.value << ID_BITS) | row_id
 
 
+class Statement(str):
+    """A SQL statement of this project, whole, with `{schema}`, `{class}` and `{channel}` in it.
+
+    `python -m app.fleet.sql` finds every statement by this type, and prints it as it is sent.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Namespace:
     name: str
-    _statements: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    _statements: dict[Statement, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def schema(self) -> str:
@@ -41,11 +50,11 @@ class Namespace:
     def channel(self) -> str:
         return self.schema
 
-    def sql(self, text: str) -> bytes:
+    def sql(self, statement: Statement) -> bytes:
         """Fill in a statement of this project. The schema is `[a-z0-9_]` only, so quoting it is enough."""
-        if text not in self._statements:
+        if statement not in self._statements:
             # The schema is derived from a checked name, not from anyone's input.
             oid = f"(SELECT oid::int4 FROM pg_catalog.pg_namespace WHERE nspname = '{self.schema}')"
-            filled = text.replace("{schema}", f'"{self.schema}"').replace("{class}", oid)
-            self._statements[text] = filled.replace("{channel}", self.channel).encode()
-        return self._statements[text]
+            filled = statement.replace("{schema}", f'"{self.schema}"').replace("{class}", oid)
+            self._statements[statement] = filled.replace("{channel}", self.channel).encode()
+        return self._statements[statement]

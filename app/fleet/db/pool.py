@@ -53,7 +53,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.pool import NullPool
 
 from app.fleet.db.dsn import READ_COMMITTED, Addresses, pool_application, with_options
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.preflight import MARK_IS_FREE
 from app.fleet.errors import DatabaseUnreachable
 from app.fleet.service import Service, let_go
@@ -131,9 +131,9 @@ def shows_an_outage(error: BaseException) -> bool:
 
 
 # A commit that was acknowledged survives a crash of the server; stricter settings than `on` are left alone.
-DURABLE = """
+DURABLE = Statement("""
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
-"""
+""")
 
 
 # A lane's statements are planned once, when the tables may be small, and then used while they grow: each has an index
@@ -143,7 +143,9 @@ SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('sync
 #
 # And the fourth: while a table is empty, comparing each row of a batch with each row found looks as good as anything,
 # and a thousand with a thousand is a million. A statement that must go from row to row says LATERAL, and still does.
-SURELY = b"SET enable_seqscan = off; SET jit = off; SET plan_cache_mode = force_generic_plan; SET enable_nestloop = off"
+SURELY = Statement(
+    "SET enable_seqscan = off; SET jit = off; SET plan_cache_mode = force_generic_plan; SET enable_nestloop = off"
+)
 # After how many uses the driver prepares a statement.
 PREPARED_AFTER = 5
 

@@ -16,6 +16,7 @@ import psycopg
 from psycopg.rows import TupleRow, tuple_row
 
 from app.fleet.db import dsn
+from app.fleet.db.namespace import Statement
 from app.fleet.errors import (
     DatabaseError,
     DatabaseReadOnly,
@@ -29,9 +30,9 @@ from app.fleet.telemetry.redaction import redact
 
 OLDEST = 14
 
-TAKE_MARK = "SELECT pg_advisory_lock(%s)"
+TAKE_MARK = Statement("SELECT pg_advisory_lock(%s)")
 # Free in every other database, and taken for no longer than this statement.
-MARK_IS_FREE = "SELECT pg_try_advisory_xact_lock(%s)"
+MARK_IS_FREE = Statement("SELECT pg_try_advisory_xact_lock(%s)")
 
 
 def new_mark() -> int:

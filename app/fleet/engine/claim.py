@@ -54,7 +54,7 @@ from typing import Any, NamedTuple, TypeAlias
 import psycopg
 
 from app.fleet.cluster.registry import Identity
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import array
 from app.fleet.engine import lines
@@ -113,19 +113,19 @@ SELECT {row()}, {too_many} FROM claimed
 """
 
 
-CLAIM = claim(WEIGHT, PICKED, TOO_MANY)
+CLAIM = Statement(claim(WEIGHT, PICKED, TOO_MANY))
 # So few that they cannot be too heavy together.
-CLAIM_FEW = claim("0", "picked AS (SELECT id FROM found)", "NULL::int8")
+CLAIM_FEW = Statement(claim("0", "picked AS (SELECT id FROM found)", "NULL::int8"))
 FEW = HEAVY // (PAYLOAD_MOST + STATE_MOST)
 
 # Those that somebody else is claiming right now are left out; there will be another time.
-LOCK_LIMITED = """
+LOCK_LIMITED = Statement("""
 SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO KEY UPDATE SKIP LOCKED
-"""
+""")
 
 # What is left, under the lock. `rate_used_until` moves on by one interval for each start (GCRA); it may run ahead of
 # the clock by the burst, and no further. Without any limit: a newer release than ours has taken it away.
-ALLOWED = """
+ALLOWED = Statement("""
 SELECT a.id,
        coalesce(least(
            CASE WHEN a.concurrency IS NOT NULL THEN a.concurrency - (
@@ -141,23 +141,23 @@ SELECT a.id,
        extract(epoch FROM a.rate_used_until - statement_timestamp())::float8 - (a.rate_burst - 1) * a.rate_interval
 FROM {schema}.actions AS a
 WHERE a.id = ANY (%(actions)s)
-"""
+""")
 
-USE_RATE = """
+USE_RATE = Statement("""
 UPDATE {schema}.actions AS a
 SET rate_used_until = greatest(a.rate_used_until, statement_timestamp())
                       + make_interval(secs => u.started * a.rate_interval)
 FROM unnest(%(actions)s::int[], %(started)s::int[]) AS u (action_id, started)
 WHERE a.id = u.action_id AND a.rate_interval IS NOT NULL
-"""
+""")
 
 # A frozen process must not keep the lock for longer than its lease.
-SHORT = "SELECT set_config('idle_in_transaction_session_timeout', '5000', true)"
+SHORT = Statement("SELECT set_config('idle_in_transaction_session_timeout', '5000', true)")
 
 # When the next run is due, at places where the claim found no more that were due. It is looked for from the moment of
 # the claim on, and not from the present: a run that has become due since then would be missed until the lookout finds
 # it. What was due at that moment already is locked or paused, and a loop would wait for it.
-NEXT_DUE = """
+NEXT_DUE = Statement("""
 SELECT p.action_id, p.priority, f.run_at
 FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority), LATERAL (
     SELECT run_at
@@ -166,7 +166,7 @@ FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority
     ORDER BY run_at
     LIMIT 1
 ) AS f
-"""
+""")
 
 # So many places at once are shared out, and a claim takes from all of its own.
 MANY = 50

@@ -23,6 +23,7 @@ from typing import TypeVar
 import psycopg
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import DatabaseAway, shows_an_outage
 from app.fleet.db.statements import fetch
 from app.fleet.engine.runs import Trigger
@@ -34,7 +35,7 @@ PAUSE = 0.05
 
 Answer = TypeVar("Answer")
 
-FIND_MARK = "SELECT digest FROM {schema}.run_keys WHERE action_id = 0 AND key = %(mark)s"
+FIND_MARK = Statement("SELECT digest FROM {schema}.run_keys WHERE action_id = 0 AND key = %(mark)s")
 
 
 async def trigger(triggers: Triggers, orders: Sequence[Order], *, by: Trigger) -> list[Triggered]:

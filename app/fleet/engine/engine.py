@@ -18,6 +18,7 @@ import psycopg
 from app.fleet.cluster import coordination
 from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.engine import once, recovery
 from app.fleet.engine.actions import Catalogue
@@ -39,7 +40,7 @@ from app.fleet.stream.stream import Stream
 # How often a start tries to write its actions, if the server ends its transaction for another one.
 SYNCHRONISE_TRIES = 5
 
-MEMBERS = "SELECT pg_notify('{channel}', 'members:')"
+MEMBERS = Statement("SELECT pg_notify('{channel}', 'members:')")
 
 
 class Engine:

@@ -42,6 +42,7 @@ import psycopg
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outage
 from app.fleet.db.run_states import is_running
 from app.fleet.db.statements import array, fetch
@@ -125,16 +126,16 @@ def finish_unlocked(which: str = "true") -> str:
 GIVEN = "r.id = ANY (%(ids)s::int8[])"
 # Nearly always no other transaction has locked one of these rows. To lock each of them first would take a tenth of the
 # statement's time, so the first attempt does not: it fails if it has to wait, and `FINISH_UNLOCKED` is sent instead.
-FINISH = finish(f"(SELECT set_config('lock_timeout', '{LOCK_WAIT_MS}', true)) <> '' AND {GIVEN}")
-FINISH_UNLOCKED = finish_unlocked()
+FINISH = Statement(finish(f"(SELECT set_config('lock_timeout', '{LOCK_WAIT_MS}', true)) <> '' AND {GIVEN}"))
+FINISH_UNLOCKED = Statement(finish_unlocked())
 # In the transaction of the run's effects, which is the caller's own: it waits for another one that the run guards.
-COMPLETE = finish(GIVEN) + "RETURNING id"
+COMPLETE = Statement(finish(GIVEN) + "RETURNING id")
 # Instead of giving them back: they would wait for their delay, and then end without being run.
-END_CANCELLED = finish_unlocked("r.cancel_requested_at IS NOT NULL") + "RETURNING id"
+END_CANCELLED = Statement(finish_unlocked("r.cancel_requested_at IS NOT NULL") + "RETURNING id")
 
 # Back to `pending`. A retry waits for its delay, or as its action says; a pause goes on where it was, as if it had not
 # been claimed.
-GIVE_BACK = f"""
+GIVE_BACK = Statement(f"""
 WITH own AS MATERIALIZED (
     SELECT r.id
     FROM {{schema}}.runs AS r
@@ -163,9 +164,9 @@ WITH own AS MATERIALIZED (
     {tell("back")}
 )
 SELECT id FROM back, (SELECT count(*) FROM told) AS t
-"""
+""")
 
-CHECKPOINT = f"""
+CHECKPOINT = Statement(f"""
 WITH own AS MATERIALIZED (
     SELECT r.id
     FROM {{schema}}.runs AS r
@@ -177,32 +178,32 @@ SET checkpoint = c.state::json
 FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[]) AS c (id, token, state)
 WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = c.id AND r.token = c.token AND {is_running()}
 RETURNING r.id, r.token
-"""
+""")
 
 # Which of these ended, or went back, with the very token we had. A token is drawn once, so it was we who did it.
-CONFIRM = """
+CONFIRM = Statement("""
 SELECT w.id
 FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token)
 WHERE EXISTS (SELECT FROM {schema}.finished_runs AS f WHERE f.id = w.id AND f.token = w.token)
    OR (%(returned)s AND EXISTS (
        SELECT FROM {schema}.runs AS r WHERE r.id = w.id AND r.token = w.token AND r.state = 'pending'
    ))
-"""
+""")
 
 # Which of these still run with the very token we had, and how many events each has: their rows were skipped; or we
 # have written their events, in a statement whose answer was lost.
-STILL_OURS = f"""
+STILL_OURS = Statement(f"""
 SELECT r.id, r.events
 FROM {{schema}}.runs AS r
 JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token) USING (id, token)
 WHERE r.id = ANY (%(ids)s) AND {is_running()}
-"""
+""")
 
 # KEY SHARE: a statement that takes the run back locks its row FOR UPDATE and skips the row while this lock is held. A
 # checkpoint updates no key column, so it does not conflict with this lock.
-GUARD = f"""
+GUARD = Statement(f"""
 SELECT id FROM {{schema}}.runs AS r WHERE id = %(id)s AND token = %(token)s AND {is_running()} FOR KEY SHARE
-"""
+""")
 
 
 class Ended(NamedTuple):

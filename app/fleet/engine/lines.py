@@ -42,7 +42,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from app.fleet.cluster.registry import Identity
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.run_states import is_pending
 from app.fleet.engine.taking import KEY, ME, PICKED, WEIGHT, Row, row, taken
@@ -85,7 +85,7 @@ JUDGED = """
 # `line` begins with where we are and steps to the next line each time: up to the last one, and then from the first one
 # to where the round began. `ended` are lines that are asked for by their keys. A head that is locked is left to who has
 # it; one that has moved meanwhile is judged again. `is_pending` does not lead into the index of what is pending.
-CLAIM = f"""
+CLAIM = Statement(f"""
 WITH RECURSIVE {ME}, open AS MATERIALIZED (
     SELECT a.id
     FROM me, {{schema}}.actions AS a
@@ -155,7 +155,7 @@ FROM (
     LIMIT 1
 ) AS came
 LEFT JOIN (SELECT {row(f"priority + {APART}")} FROM claimed) AS c ON true
-"""
+""")
 # How many columns stand before those of a run.
 CAME = 6
 

@@ -38,6 +38,7 @@ from typing import Any
 import psycopg
 
 from app.fleet.cluster.member import Member
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.run_states import is_running
 from app.fleet.db.statements import array
@@ -64,7 +65,7 @@ PAUSE = 3 * EVERY
 
 log = events(__name__)
 
-LOOK = """
+LOOK = Statement("""
 WITH RECURSIVE place AS (
     (SELECT action_id, priority FROM {schema}.runs WHERE state = 'pending' ORDER BY action_id, priority LIMIT 1)
     UNION ALL
@@ -118,10 +119,10 @@ SELECT 'now', count(*) FILTER (WHERE i.id < %(me)s), count(*), clock_timestamp()
 FROM {schema}.standby AS s
 JOIN {schema}.instances AS i ON i.id = s.instance_id AND i.state = 'ready'
 WHERE s.action_ids = (SELECT action_ids FROM {schema}.standby WHERE instance_id = %(me)s)
-"""
+""")
 
 # A claim of ours whose answer never came: nobody here runs it, so it goes back as if it had not been claimed.
-PUT_BACK = f"""
+PUT_BACK = Statement(f"""
 WITH back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', attempt = r.attempt - 1, deadline_at = NULL, events = r.events + 1
@@ -135,7 +136,7 @@ WITH back AS (
     {noted("back", "'pending'")}
 )
 SELECT action_id, priority, run_at, id FROM back
-"""
+""")
 
 
 class Lookout(Service):

@@ -47,7 +47,7 @@ from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.options import duration
 from app.fleet.cluster.registry import Instance
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import Place, fetch
 from app.fleet.duration import Duration
@@ -65,7 +65,7 @@ KEEP_LEAST = 1.0
 PATIENCE = 1.0
 RETRY = 0.5
 
-DRAW = "SELECT nextval('{schema}.once_tokens')"
+DRAW = Statement("SELECT nextval('{schema}.once_tokens')")
 
 # Whether the owner of the row `k` is still at it.
 LIVES = """
@@ -99,7 +99,7 @@ mine AS MATERIALIZED (
 """
 
 # Keys that are not free are only read. LATERAL: row by row, by the primary key. The instance is held, as by a claim.
-TAKE = f"""
+TAKE = Statement(f"""
 WITH {OWNER}
     FOR KEY SHARE
 ), asked AS MATERIALIZED (
@@ -128,7 +128,7 @@ UNION ALL
 SELECT a.key, a.means FROM owner, asked AS a WHERE a.means <> 'free'
 UNION ALL
 SELECT NULL, 'ours' FROM owner
-"""
+""")
 
 # Looked at under the lock. Through `ARRAY`, of which the planner expects few: so it goes by the primary key, however
 # short the table is just then. Pending is what does not expire: asked in this way, it does not lead into the index of
@@ -145,7 +145,7 @@ FOR NO KEY UPDATE
 """
 
 # All or none: without a session this is a transaction by itself.
-MARK = f"""
+MARK = Statement(f"""
 WITH {OWNER}
 ), held AS MATERIALIZED (
     {HELD} AND EXISTS (SELECT FROM owner) {LOCKED}
@@ -157,20 +157,20 @@ WITH {OWNER}
     RETURNING 1
 )
 SELECT count(*) FROM marked
-"""
+""")
 
-RELEASE = f"""
+RELEASE = Statement(f"""
 WITH held AS MATERIALIZED (
     {HELD} {LOCKED}
 )
 UPDATE {{schema}}.once_keys AS k
 SET state = 'free', expires_at = clock_timestamp()
 WHERE k.scope = %(scope)s AND k.key = ANY (ARRAY(SELECT key FROM held))
-"""
+""")
 
 # The minute is for who drew a token before: while the row is there, an older token cannot take it. A key whose owner
 # died and that nobody has asked for since is nothing to remember either.
-FORGET = f"""
+FORGET = Statement(f"""
 WITH old AS MATERIALIZED (
     SELECT ctid, expires_at
     FROM {{schema}}.once_keys
@@ -192,15 +192,15 @@ WITH old AS MATERIALIZED (
     RETURNING 1
 )
 SELECT count(*), (SELECT max(expires_at) FROM old) FROM gone
-"""
+""")
 
-PENDING_TOO_LONG = f"""
+PENDING_TOO_LONG = Statement(f"""
 SELECT k.scope, count(*), min(k.taken_at)
 FROM {{schema}}.once_keys AS k
 WHERE k.state = 'pending' AND k.taken_at < statement_timestamp() - interval '1 hour' AND {LIVES}
 GROUP BY k.scope
 ORDER BY k.scope
-"""
+""")
 
 
 class Owner(NamedTuple):

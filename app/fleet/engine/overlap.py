@@ -27,23 +27,23 @@ from collections.abc import Collection
 
 import psycopg
 
-from app.fleet.db.namespace import Lock, Namespace
+from app.fleet.db.namespace import Lock, Namespace, Statement
 from app.fleet.db.statements import Place, fetch
 from app.fleet.errors import AlreadyActive
 
 LOCK_PATIENCE = 1.0
 
 # A frozen process must not keep the lock for longer than a lease.
-BOUND = f"""
+BOUND = Statement(f"""
 SELECT set_config('idle_in_transaction_session_timeout', '5000', true),
        set_config('lock_timeout', '{LOCK_PATIENCE * 1000:.0f}', true)
-"""
-UNBOUND = "SET LOCAL lock_timeout TO DEFAULT"
+""")
+UNBOUND = Statement("SET LOCAL lock_timeout TO DEFAULT")
 
 # In the order of the array, which is sorted.
-HOLD = f"""
+HOLD = Statement(f"""
 SELECT pg_advisory_xact_lock({{class}}, {Lock.ACTION.key(0)} + id) FROM unnest(%(actions)s::int[]) AS w (id)
-"""
+""")
 
 
 def active_run(action_id: str) -> str:
@@ -69,7 +69,7 @@ def active_run(action_id: str) -> str:
     )"""
 
 
-ACTIVE = f"SELECT w.id, {active_run('w.id')} FROM unnest(%(actions)s::int[]) AS w (id)"
+ACTIVE = Statement(f"SELECT w.id, {active_run('w.id')} FROM unnest(%(actions)s::int[]) AS w (id)")
 
 
 async def hold(place: Place, namespace: Namespace, actions: Collection[int]) -> dict[int, int | None]:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from psycopg.rows import dict_row
 
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.duration import written
 from app.fleet.engine import pages
@@ -85,7 +85,7 @@ PRIORITIES = """
 # `last`: by all columns of the index and not by the id alone, which would invite the planner to walk back through the
 # whole history for an action that has none. It finds the last entry at or before this action's in each of the states,
 # which may be another's.
-LOOK = f"""
+LOOK = Statement(f"""
 WITH running AS (
     SELECT r.action_id, max(r.id) AS newest, array_agg(DISTINCT r.instance ORDER BY r.instance) AS instances
     FROM {{schema}}.runs AS r
@@ -129,25 +129,25 @@ LEFT JOIN LATERAL (
 ) AS w ON true
 WHERE %(name)s::text IS NULL OR a.name = %(name)s
 ORDER BY a.name
-"""
+""")
 
-PAUSE = "UPDATE {schema}.actions SET paused_at = clock_timestamp() WHERE id = %(id)s AND paused_at IS NULL"
+PAUSE = Statement("UPDATE {schema}.actions SET paused_at = clock_timestamp() WHERE id = %(id)s AND paused_at IS NULL")
 
-READ_PAUSED = """
+READ_PAUSED = Statement("""
 SELECT schedule, next_run_at, clock_timestamp()
 FROM {schema}.actions
 WHERE id = %(id)s AND paused_at IS NOT NULL
 FOR NO KEY UPDATE
-"""
+""")
 
-RESUME = """
+RESUME = Statement("""
 UPDATE {schema}.actions
 SET paused_at = NULL, next_run_at = %(next)s
 WHERE id = %(id)s
 RETURNING pg_notify('{channel}', 'slots:')
-"""
+""")
 
-TELL_WAITING = f"""
+TELL_WAITING = Statement(f"""
 WITH waiting AS (
     SELECT a.id AS action_id, w.priority, w.run_at
     FROM {{schema}}.actions AS a, LATERAL (
@@ -164,9 +164,9 @@ WITH waiting AS (
     WHERE a.id = %(id)s
 )
 {tell("waiting")}
-"""
+""")
 
-ID = "SELECT id FROM {schema}.actions WHERE name = %(name)s"
+ID = Statement("SELECT id FROM {schema}.actions WHERE name = %(name)s")
 
 
 async def find(connection: Connection, namespace: Namespace, catalogue: Catalogue, name: str) -> ActionRecord:

@@ -24,7 +24,7 @@ from typing import get_args
 
 from psycopg.rows import class_row
 
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.engine.runs import ACTIVE, RunRecord, State
@@ -78,12 +78,12 @@ def is_short(column: str) -> str:
 
 FROM_ACTIVE = listed("runs", "NULL::json", "NULL::timestamptz")
 FROM_FINISHED = listed("finished_runs", "r.result", "r.finished_at")
-LIST = f"{FROM_ACTIVE} WHERE r.id = ANY (%(ids)s) UNION ALL {FROM_FINISHED} WHERE r.id = ANY (%(ids)s)"
+LIST = Statement(f"{FROM_ACTIVE} WHERE r.id = ANY (%(ids)s) UNION ALL {FROM_FINISHED} WHERE r.id = ANY (%(ids)s)")
 
 
-def page_sql(*, of_action: bool, states: Sequence[str]) -> str:
+def page_sql(*, of_action: bool, states: Sequence[str]) -> Statement:
     """Return the statement of a page with this filter."""
-    return f"""
+    return Statement(f"""
 WITH page AS MATERIALIZED (
     SELECT id FROM ({" UNION ALL ".join(sides(of_action, states))}) AS side ORDER BY id DESC LIMIT %(limit)s
 )
@@ -91,7 +91,7 @@ WITH page AS MATERIALIZED (
 UNION ALL
 {FROM_FINISHED} WHERE r.id = ANY (ARRAY(SELECT id FROM page))
 ORDER BY id DESC
-"""
+""")
 
 
 def sides(of_action: bool, states: Sequence[str]) -> Iterator[str]:
@@ -153,6 +153,18 @@ def running(where: str) -> str:
     )"""
 
 
+def filter_name(*, of_action: bool, states: Sequence[str]) -> str:
+    return f"{'action' if of_action else 'all'}_{'_'.join(states) or 'newest'}"
+
+
+# The statements of every filter with at most one state. A list of several states is rare: its statement is built.
+PAGES = {
+    filter_name(of_action=of_action, states=states): page_sql(of_action=of_action, states=states)
+    for of_action in (False, True)
+    for states in ((), *((state,) for state in get_args(State)))
+}
+
+
 async def find_page(
     connection: Connection,
     namespace: Namespace,
@@ -163,7 +175,9 @@ async def find_page(
     before: int | None = None,
 ) -> list[ListedRun]:
     """Return a page of runs, newest first; `before` is the last id of the page that came earlier."""
-    statement = page_sql(of_action=action_id is not None, states=states)
+    of_action = action_id is not None
+    name = filter_name(of_action=of_action, states=states)
+    statement = PAGES[name] if name in PAGES else page_sql(of_action=of_action, states=states)
     values = {"action_id": action_id, "limit": limit, "before": NEWEST if before is None else before}
     async with connection.cursor(row_factory=class_row(ListedRun)) as cursor:
         cursor.adapters.register_loader("json", StoredJsonLoader)

@@ -24,7 +24,7 @@ from typing import Any
 
 from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import BATCH, Instance, Session
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.engine.ending import INSERT_FINISHED, NEXT_OF_LINES, NOTE_ENDED
 from app.fleet.engine.retry import usual_wait
@@ -49,7 +49,7 @@ def ended_by(why: str) -> str:
     return f"CASE WHEN r.cancel_requested_at IS NULL THEN {why} ELSE 'cancelled on request' END AS ended_by"
 
 
-TAKE_BACK = f"""
+TAKE_BACK = Statement(f"""
 WITH lost AS MATERIALIZED (
     SELECT id, deaths + 1 >= {DEATHS} OR cancel_requested_at IS NOT NULL AS deadly
     FROM {{schema}}.runs
@@ -82,19 +82,19 @@ WITH lost AS MATERIALIZED (
     {tell(WAITING)}
 )
 SELECT (SELECT count(*) FROM lost), (SELECT count(*) FROM told)
-"""
+""")
 
-FORGET_STANDBY = "DELETE FROM {schema}.standby WHERE instance_id = ANY (%(dead)s)"
+FORGET_STANDBY = Statement("DELETE FROM {schema}.standby WHERE instance_id = ANY (%(dead)s)")
 
 # Those of instances that are gone: found locked by the death's transaction, or left over when its leader ended.
-ORPHANED = """
+ORPHANED = Statement("""
 SELECT DISTINCT r.instance_id
 FROM {schema}.runs AS r
 WHERE r.state = 'running'
   AND NOT EXISTS (SELECT FROM {schema}.instances AS i WHERE i.id = r.instance_id AND i.state <> 'gone')
-"""
+""")
 
-END_OVERDUE = f"""
+END_OVERDUE = Statement(f"""
 WITH lost AS MATERIALIZED (
     SELECT id, attempt - deaths >= max_attempts OR cancel_requested_at IS NOT NULL AS spent,
            format('exceeded its deadline, and its instance %%s did not end it: its event loop is blocked, or it hangs',
@@ -124,18 +124,18 @@ WITH lost AS MATERIALIZED (
     {noted("back", "'pending'")}
 )
 {tell(WAITING)}
-"""
+""")
 
 
 # Its deadline is long over, and neither its instance nor any other has ended it.
-STUCK = """
+STUCK = Statement("""
 SELECT r.id, a.name, r.instance, r.deadline_at
 FROM {schema}.runs AS r
 JOIN {schema}.actions AS a ON a.id = r.action_id
 WHERE r.state = 'running' AND r.deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)
 ORDER BY r.deadline_at
 LIMIT 100
-"""
+""")
 
 
 class TakeBack:

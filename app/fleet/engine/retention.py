@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import psycopg
 
 from app.fleet.cluster.member import Member
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.engine import once
 from app.fleet.errors import DatabaseError
@@ -53,18 +54,18 @@ REST = 0.01
 
 log = events(__name__)
 
-LIMITED = "SELECT set_config('statement_timeout', %(limit)s, true)"
+LIMITED = Statement("SELECT set_config('statement_timeout', %(limit)s, true)")
 
-OLD = """
+OLD = Statement("""
 SELECT id, events, expires_at
 FROM {schema}.finished_runs
 WHERE expires_at >= %(floor)s AND expires_at < statement_timestamp()
 ORDER BY expires_at
 LIMIT %(batch)s
-"""
+""")
 
 # A run that was retried meanwhile is not there any more, or has another `expires_at`.
-PRUNE = """
+PRUNE = Statement("""
 WITH old AS MATERIALIZED (
     SELECT id
     FROM {schema}.finished_runs
@@ -78,9 +79,9 @@ WITH old AS MATERIALIZED (
     DELETE FROM {schema}.run_keys WHERE run_id = ANY (ARRAY(SELECT id FROM old))
 )
 SELECT id FROM gone
-"""
+""")
 
-MARK = """
+MARK = Statement("""
 UPDATE {schema}.finished_runs
 SET expires_at = 'epoch'
 WHERE id = (
@@ -90,12 +91,12 @@ WHERE id = (
     FOR UPDATE SKIP LOCKED
 )
 RETURNING id
-"""
+""")
 
-PRUNE_EVENTS = """
+PRUNE_EVENTS = Statement("""
 DELETE FROM {schema}.run_events
 WHERE run_id = %(id)s AND seq > %(after)s AND seq <= %(upto)s
-"""
+""")
 
 # No run expires earlier, but for those that are marked.
 EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
@@ -255,7 +256,7 @@ class Retention(Service):
             await asyncio.sleep(loop.time() - began)
         return await self._prune_runs([run])
 
-    async def _in_time(self, statement: str, values: dict[str, Any]) -> int | None:
+    async def _in_time(self, statement: Statement, values: dict[str, Any]) -> int | None:
         """Run a statement in a transaction of its own; return how many rows, or None if it took longer than `LIMIT`."""
         try:
             async with self._database.connection() as connection:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from psycopg.rows import class_row
 
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import fetch
 from app.fleet.db.stored_json import StoredJsonLoader
@@ -71,10 +71,10 @@ FROM_FINISHED = (
     f"SELECT {FINISHED_COLUMNS} FROM {{schema}}.finished_runs AS r JOIN {{schema}}.actions AS a ON a.id = r.action_id"
 )
 
-FIND = f"{FROM_ACTIVE} WHERE r.id = ANY (%(ids)s) UNION ALL {FROM_FINISHED} WHERE r.id = ANY (%(ids)s)"
+FIND = Statement(f"{FROM_ACTIVE} WHERE r.id = ANY (%(ids)s) UNION ALL {FROM_FINISHED} WHERE r.id = ANY (%(ids)s)")
 
 # Of a line it may have been the head.
-CANCEL_PENDING = f"""
+CANCEL_PENDING = Statement(f"""
 WITH gone AS (
     DELETE FROM {{schema}}.runs
     WHERE id = %(id)s AND state = 'pending'
@@ -89,10 +89,10 @@ WITH gone AS (
 SELECT {FINISHED_COLUMNS}
 FROM ended AS r
 JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
-"""
+""")
 
 # The row asks, and stays asking when the run moves; the notification makes it quick.
-CANCEL_RUNNING = f"""
+CANCEL_RUNNING = Statement(f"""
 WITH asked AS (
     UPDATE {{schema}}.runs
     SET cancel_requested_at = coalesce(cancel_requested_at, clock_timestamp())
@@ -104,7 +104,7 @@ WITH asked AS (
 SELECT {ACTIVE_COLUMNS}
 FROM asked AS r
 JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
-"""
+""")
 
 
 def revive(which: str, then: str) -> str:
@@ -136,13 +136,15 @@ WITH back AS (
 
 
 # One that is being pruned (`retention.py`) has an `expires_at` of the epoch, and may have lost events already.
-REVIVE = revive(
-    "id = %(id)s AND state IN ('failed', 'cancelled') AND expires_at > 'epoch'",
-    f"""
+REVIVE = Statement(
+    revive(
+        "id = %(id)s AND state IN ('failed', 'cancelled') AND expires_at > 'epoch'",
+        f"""
 SELECT {ACTIVE_COLUMNS}
 FROM added AS r
 JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
 """,
+    )
 )
 
 # A batch of those that ended in a state, of one action, within some time. A range of the index on action, state and id,
@@ -158,25 +160,29 @@ ENDED = f"""
         ORDER BY f.action_id, f.state, f.id
         LIMIT %(most)s
 """
-COUNT_ENDED = f"SELECT count(*) FROM ({ENDED}) AS f"
+COUNT_ENDED = Statement(f"SELECT count(*) FROM ({ENDED}) AS f")
 # Two requests at the same moment do not wait for each other.
-REVIVE_MANY = revive(
-    f"""id = ANY (ARRAY({ENDED}
+REVIVE_MANY = Statement(
+    revive(
+        f"""id = ANY (ARRAY({ENDED}
         FOR UPDATE SKIP LOCKED
     ))""",
-    "SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)",
+        "SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)",
+    )
 )
 
 # Of which action a run is, and whether one run of it at a time may be active.
-OVERLAP_OF_RUN = """
+OVERLAP_OF_RUN = Statement("""
 SELECT a.id, a.name, a.overlap
 FROM {schema}.finished_runs AS f
 JOIN {schema}.actions AS a ON a.id = f.action_id
 WHERE f.id = %(id)s
-"""
-OVERLAP = "SELECT overlap FROM {schema}.actions WHERE id = %(action)s"
+""")
+OVERLAP = Statement("SELECT overlap FROM {schema}.actions WHERE id = %(action)s")
 
-HURRY = f"""
+NOW = Statement("SELECT clock_timestamp()")
+
+HURRY = Statement(f"""
 WITH hurried AS (
     UPDATE {{schema}}.runs
     SET run_at = clock_timestamp()
@@ -188,7 +194,7 @@ WITH hurried AS (
 SELECT {ACTIVE_COLUMNS}
 FROM hurried AS r
 JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
-"""
+""")
 
 
 async def find(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
@@ -216,7 +222,9 @@ async def cancel(connection: Connection, namespace: Namespace, identifier: int) 
     raise RunNotReady(f"run {identifier} has ended already ({run.state}), and cannot be cancelled")
 
 
-async def change(connection: Connection, namespace: Namespace, statement: str, identifier: int) -> RunRecord | None:
+async def change(
+    connection: Connection, namespace: Namespace, statement: Statement, identifier: int
+) -> RunRecord | None:
     """Change a run by one statement; return it as it is then, or None if it is in no state for that."""
     async with connection.cursor(row_factory=class_row(RunRecord)) as cursor:
         cursor.adapters.register_loader("json", StoredJsonLoader)
@@ -276,7 +284,7 @@ async def instants(
     connection: Connection, namespace: Namespace, since: timedelta | None, until: timedelta | None
 ) -> tuple[datetime | None, datetime]:
     """When that was, by PostgreSQL's clock."""
-    row = await (await connection.execute(namespace.sql("SELECT clock_timestamp()"))).fetchone()
+    row = await (await connection.execute(namespace.sql(NOW))).fetchone()
     assert row is not None
     return None if since is None else row[0] - since, row[0] - (until or timedelta(0))
 

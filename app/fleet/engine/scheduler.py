@@ -37,7 +37,7 @@ from typing import Any
 import psycopg
 
 from app.fleet.cluster.member import Member
-from app.fleet.db.namespace import Lock
+from app.fleet.db.namespace import Lock, Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import array
 from app.fleet.engine.actions import Catalogue
@@ -64,7 +64,7 @@ log = events(__name__)
 
 # The first number of the lock is the namespace's, the second the action's (`db/namespace.py`). LIMIT before the lock:
 # a lock is taken for every row the condition looks at.
-LOCK_DUE = """
+LOCK_DUE = Statement("""
 WITH due AS MATERIALIZED (
     SELECT id
     FROM {schema}.actions
@@ -73,22 +73,22 @@ WITH due AS MATERIALIZED (
     LIMIT %(batch)s
 )
 SELECT id, pg_try_advisory_xact_lock({class}, %(kind)s + id) FROM due
-"""
+""")
 
-READ = """
+READ = Statement("""
 SELECT id, schedule, misfire, overlap, next_run_at, clock_timestamp()
 FROM {schema}.actions
 WHERE id = ANY (%(actions)s::int[]) AND next_run_at <= clock_timestamp() AND paused_at IS NULL
-"""
+""")
 
 # Nearly always no other transaction has locked one of these rows. To lock each of them first would take 2 ms for a
 # thousand, so the first attempt does not: it fails if it has to wait for longer than this, and is made again with
 # `READ_UNLOCKED`.
-LIMITED = f"{SHORT}, set_config('lock_timeout', '10', true)"
-READ_UNLOCKED = f"{READ} ORDER BY id FOR NO KEY UPDATE SKIP LOCKED"
+LIMITED = Statement(f"{SHORT}, set_config('lock_timeout', '10', true)")
+READ_UNLOCKED = Statement(f"{READ} ORDER BY id FOR NO KEY UPDATE SKIP LOCKED")
 
 # Slots whose action is still busy with an earlier one are left out, if it wants it so.
-INSERT_RUNS = f"""
+INSERT_RUNS = Statement(f"""
 WITH slots AS MATERIALIZED (
     SELECT *, 'slot:' || to_char(slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US') AS key
     FROM unnest(%(actions)s::int[], %(slots)s::timestamptz[], %(jitters)s::float8[], %(alone)s::bool[])
@@ -115,20 +115,20 @@ WITH slots AS MATERIALIZED (
     {tell("added")}
 )
 SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
-"""
+""")
 
-ADVANCE = """
+ADVANCE = Statement("""
 UPDATE {schema}.actions AS a
 SET next_run_at = n.next
 FROM unnest(%(actions)s::int[], %(were)s::timestamptz[], %(nexts)s::timestamptz[]) AS n (action_id, was, next)
 WHERE a.id = n.action_id AND a.next_run_at = n.was
-"""
+""")
 
-NEXT_SLOT = """
+NEXT_SLOT = Statement("""
 SELECT min(next_run_at), clock_timestamp()
 FROM {schema}.actions
 WHERE id = ANY (%(actions)s::int[]) AND NOT (id = ANY (%(left)s::int[])) AND paused_at IS NULL
-"""
+""")
 
 
 class Scheduler(Service):
@@ -242,7 +242,9 @@ class Scheduler(Service):
         except psycopg.errors.LockNotAvailable:
             return await self._claim_due(connection, SHORT, READ_UNLOCKED)
 
-    async def _claim_due(self, connection: Connection, limits: str, read_again: str) -> tuple[int, set[int]]:
+    async def _claim_due(
+        self, connection: Connection, limits: Statement, read_again: Statement
+    ) -> tuple[int, set[int]]:
         """One transaction of the protocol above. Returns how many were due, and which of them are left."""
         async with connection.transaction():
             await connection.execute(limits)

@@ -26,11 +26,11 @@ import json
 from datetime import datetime
 from typing import Any
 
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import Action, Catalogue
 
-NOW = "SELECT clock_timestamp()"
+NOW = Statement("SELECT clock_timestamp()")
 
 DECLARED = """jsonb_to_recordset(%(declared)s::jsonb) AS d (
     name text, schedule text, misfire text, overlap text, priority int, max_attempts int, retention float8,
@@ -39,7 +39,7 @@ DECLARED = """jsonb_to_recordset(%(declared)s::jsonb) AS d (
 )"""
 
 # Another instance that starts at this moment may add the same ones: the second waits for the first, and then compares.
-ADD = f"""
+ADD = Statement(f"""
 INSERT INTO {{schema}}.actions (
     name, schedule, misfire, overlap, priority, max_attempts, retention, concurrency, rate_interval, rate_burst,
     next_run_at, retry_delay, max_retry_delay
@@ -50,9 +50,9 @@ FROM {DECLARED}
 WHERE NOT EXISTS (SELECT FROM {{schema}}.actions AS a WHERE a.name = d.name)
 ORDER BY d.name
 ON CONFLICT (name) DO NOTHING
-"""
+""")
 
-CHANGE = f"""
+CHANGE = Statement(f"""
 WITH changed AS MATERIALIZED (
     SELECT a.id, d.*
     FROM {{schema}}.actions AS a
@@ -92,15 +92,15 @@ SET schedule = d.schedule,
     END
 FROM changed AS d
 WHERE a.id = d.id
-"""
+""")
 
-IDS = "SELECT name, id FROM {schema}.actions WHERE name = ANY (%(names)s)"
+IDS = Statement("SELECT name, id FROM {schema}.actions WHERE name = ANY (%(names)s)")
 
-ANNOUNCE = """
+ANNOUNCE = Statement("""
 INSERT INTO {schema}.standby (instance_id, action_ids)
 SELECT id, %(actions)s FROM {schema}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE
 ON CONFLICT (instance_id) DO UPDATE SET action_ids = excluded.action_ids
-"""
+""")
 
 
 async def synchronise(connection: Connection, namespace: Namespace, catalogue: Catalogue) -> None:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, array, fetch
 from app.fleet.engine import lines, overlap
@@ -77,12 +77,14 @@ SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER
 """
 
 
-INSERT = inserting()
-INSERT_NUMBERED = inserting("id, key, ", "%(ids)s::int8[], %(keys)s::text[], ")
-INSERT_LINED = inserting("order_key, ", "%(order_keys)s::text[], ")
-INSERT_LINED_NUMBERED = inserting("id, key, order_key, ", "%(ids)s::int8[], %(keys)s::text[], %(order_keys)s::text[], ")
+INSERT = Statement(inserting())
+INSERT_NUMBERED = Statement(inserting("id, key, ", "%(ids)s::int8[], %(keys)s::text[], "))
+INSERT_LINED = Statement(inserting("order_key, ", "%(order_keys)s::text[], "))
+INSERT_LINED_NUMBERED = Statement(
+    inserting("id, key, order_key, ", "%(ids)s::int8[], %(keys)s::text[], %(order_keys)s::text[], ")
+)
 
-TAKE_KEYS = """
+TAKE_KEYS = Statement("""
 INSERT INTO {schema}.run_keys (action_id, key, run_id, digest)
 SELECT action_id, key, coalesce(id, nextval('{schema}.runs_id_seq')), digest
 FROM (
@@ -93,18 +95,18 @@ FROM (
 ) AS k
 ON CONFLICT DO NOTHING
 RETURNING action_id, key, run_id
-"""
+""")
 
-NUMBERS = "SELECT nextval('{schema}.runs_id_seq') FROM generate_series(1, %(many)s)"
+NUMBERS = Statement("SELECT nextval('{schema}.runs_id_seq') FROM generate_series(1, %(many)s)")
 
-KNOWN_KEYS = """
+KNOWN_KEYS = Statement("""
 SELECT k.action_id, k.key, k.run_id, k.digest
 FROM {schema}.run_keys AS k
 JOIN unnest(%(actions)s::int[], %(keys)s::text[]) AS w (action_id, key) USING (action_id, key)
-"""
+""")
 
 # A request with this Idempotency-Key is at work in another transaction as long as this cannot be taken.
-TRY_KEY = "SELECT pg_try_advisory_xact_lock({class}, hashtext(%(key)s) | -2147483648)"
+TRY_KEY = Statement("SELECT pg_try_advisory_xact_lock({class}, hashtext(%(key)s) | -2147483648)")
 
 
 @dataclass(frozen=True, slots=True)

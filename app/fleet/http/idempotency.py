@@ -27,7 +27,7 @@ from typing import Annotated
 
 from fastapi import Header
 
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.engine.trigger import Order, take_turn
 from app.fleet.errors import KeyInFlight, KeyReused
@@ -37,12 +37,12 @@ PATIENCE = 0.5
 AGAIN = 0.025
 
 # Under the action 0, which there is not.
-REMEMBER_BATCH = """
+REMEMBER_BATCH = Statement("""
 INSERT INTO {schema}.run_keys AS k (action_id, key, run_id, digest)
 VALUES (0, %(key)s, %(run)s, %(digest)s)
 ON CONFLICT (action_id, key) DO UPDATE SET digest = k.digest
 RETURNING digest
-"""
+""")
 
 
 IdempotencyKey = Annotated[

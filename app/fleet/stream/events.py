@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import pydantic_core
 
-from app.fleet.db.namespace import Namespace
+from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.run_states import is_running
 from app.fleet.db.statements import array
@@ -58,7 +58,7 @@ class Event(NamedTuple):
 
 
 # The order within the batch is the order in which they were emitted.
-APPEND = f"""
+APPEND = Statement(f"""
 WITH given AS (
     SELECT *, row_number() OVER (PARTITION BY run_id ORDER BY place) AS nth
     FROM unnest(%(run_ids)s::int8[], %(tokens)s::int8[], %(kinds)s::text[], %(data)s::text[], %(befores)s::int[])
@@ -88,7 +88,7 @@ WITH given AS (
     JOIN counted AS c ON c.id = g.run_id AND c.token = g.token
 )
 SELECT id, token FROM counted
-"""
+""")
 
 
 def utc(instant: str) -> str:
@@ -196,7 +196,7 @@ class Chapter(NamedTuple):
 # stands in the row is made into the events it stands for; of a run that began again, `run_events` has the earlier ones.
 # A page of a run ends where it would get too heavy; what lies behind the gap is left for the next. A run that is being
 # pruned (`engine/retention.py`) is not there any more: some of its events may be gone.
-READ = f"""
+READ = Statement(f"""
 WITH wanted AS MATERIALIZED (
     SELECT * FROM unnest(%(runs)s::int8[], %(afters)s::int[]) AS w (id, after)
 ), known AS MATERIALIZED (
@@ -240,7 +240,7 @@ SELECT id, action_id, events, ended, NULL::int, NULL::text, NULL::text, NULL::ti
 UNION ALL
 SELECT run_id, 0, 0, false, seq, kind, data::text, at FROM told
 ORDER BY 1, 5 NULLS FIRST
-"""
+""")
 MOST = 500
 HEAVY = 262_144
 

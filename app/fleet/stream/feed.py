@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import psycopg
 import pydantic_core
 
-from app.fleet.db.namespace import Lock, Namespace
+from app.fleet.db.namespace import Lock, Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.stream.events import STATE
 
@@ -66,17 +66,17 @@ def noted(changed: str, state: str = "state", seq: str = "events") -> str:
 # The lock is taken by a statement of its own: the next statement's snapshot then has everything that the previous
 # holder committed. A bitmap scan would read all rows without a number, where an index scan stops after `AT_ONCE`; the
 # planner chooses it when its statistics are of a time at which every row had a number.
-TURN = f"""
+TURN = Statement(f"""
 SELECT pg_try_advisory_xact_lock({{class}}, {Lock.FEED.key(0)}),
        (SELECT kept > '0' FROM {{schema}}.feed_settings),
        set_config('idle_in_transaction_session_timeout', '{PATIENCE * 1000:.0f}', true),
        set_config('enable_bitmapscan', 'off', true)
-"""
+""")
 LAST = "SELECT first + many - 1 FROM {schema}.feed WHERE first IS NOT NULL ORDER BY first DESC LIMIT 1"
-LOOK = f"SELECT coalesce(({LAST}), 0)"
+LOOK = Statement(f"SELECT coalesce(({LAST}), 0)")
 # A number for each change; a row has that of its first. `top` is the highest id that this snapshot shows, and is asked
 # for only when there is more to number.
-NUMBER = f"""
+NUMBER = Statement(f"""
 WITH last AS MATERIALIZED (
     SELECT coalesce(({LAST}), 0) AS number
 ), new AS MATERIALIZED (
@@ -100,10 +100,10 @@ SELECT (SELECT number FROM last) + coalesce(sum(many), 0)::int8, count(*), coale
        CASE WHEN count(*) = {AT_ONCE}
             THEN (SELECT id FROM {{schema}}.feed WHERE first IS NULL ORDER BY id DESC LIMIT 1) END
 FROM numbered
-"""
+""")
 
 # From the row on that has the next number in it.
-READ = f"""
+READ = Statement(f"""
 SELECT first, many, at, state, instance, runs, actions, seqs, attempts
 FROM (
     SELECT *, sum(cardinality(runs)) OVER (ORDER BY first) - cardinality(runs) AS before
@@ -118,21 +118,21 @@ FROM (
 ) AS p
 WHERE before < {CHANGES}
 ORDER BY first
-"""
+""")
 
 # Without the lock: which rows may be pruned, from the lowest id on.
-OLD = f"""
+OLD = Statement(f"""
 SELECT id, at < statement_timestamp() - (SELECT kept FROM {{schema}}.feed_settings),
        pg_snapshot_xmin(pg_current_snapshot())::text::int8, pg_snapshot_xmax(pg_current_snapshot())::text::int8
 FROM {{schema}}.feed
 WHERE id > %(after)s
 ORDER BY id
 LIMIT {PRUNED_AT_ONCE}
-"""
+""")
 
 # With the lock. The row with the highest number stays; while no row has a number, every row may go, for the one that
 # stands for them has the first.
-PRUNE = f"""
+PRUNE = Statement(f"""
 WITH gone AS (
     DELETE FROM {{schema}}.feed
     WHERE id = ANY (%(ids)s::int8[]) AND (first IS NULL OR first < (SELECT max(first) FROM {{schema}}.feed))
@@ -145,12 +145,12 @@ WITH gone AS (
     HAVING count(*) > 0
 )
 SELECT id FROM gone
-"""
+""")
 ALL = 2**63 - 1
 
-NAMES = "SELECT id, name FROM {schema}.actions"
+NAMES = Statement("SELECT id, name FROM {schema}.actions")
 
-KEEP = "UPDATE {schema}.feed_settings SET kept = %(kept)s WHERE kept IS DISTINCT FROM %(kept)s"
+KEEP = Statement("UPDATE {schema}.feed_settings SET kept = %(kept)s WHERE kept IS DISTINCT FROM %(kept)s")
 
 
 class Change(NamedTuple):

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 
 import psycopg
 
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.errors import DatabaseError
 from app.fleet.service import Service, let_go
@@ -32,7 +33,7 @@ SAID, CHANGED, FOLLOWING = "said", "changed", "following"
 
 log = events(__name__)
 
-NOTIFY = "SELECT pg_notify('{channel}', what) FROM unnest(%(what)s::text[]) AS what"
+NOTIFY = Statement("SELECT pg_notify('{channel}', what) FROM unnest(%(what)s::text[]) AS what")
 
 
 class Relay(Service):

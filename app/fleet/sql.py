@@ -1,0 +1,86 @@
+"""Print the SQL statements that Flotilla sends, by name: `python -m app.fleet.sql engine.claim.CLAIM`.
+
+Every statement that names a table is a constant of the type `Statement`, alone or in a mapping of several. Its name is
+the module's, below `app.fleet`, and the constant's. It is printed as PostgreSQL receives it, in the namespace
+`flotilla`, with the driver's placeholders.
+
+`tests/golden/` has a file for each statement, and a test compares them. So a diff shows every change of a statement,
+whichever Python file was edited. `make golden` writes these files anew.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from app import fleet
+from app.fleet.db.namespace import Namespace, Statement
+
+NAMESPACE = Namespace("flotilla")
+
+
+def statements() -> dict[str, str]:
+    """Return every statement as it is sent, by its name."""
+    found: dict[str, str] = {}
+    for each in pkgutil.walk_packages(fleet.__path__, f"{fleet.__name__}."):
+        module = importlib.import_module(each.name)
+        for name, statement in of_module(module):
+            found[f"{each.name.removeprefix(f'{fleet.__name__}.')}.{name}"] = rendered(statement)
+    return dict(sorted(found.items()))
+
+
+def of_module(module: ModuleType) -> Iterator[tuple[str, Statement]]:
+    """Yield the statements that a module defines; not those that it imports."""
+    for name in assigned(module):
+        value = getattr(module, name, None)
+        if isinstance(value, Statement):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", each) for key, each in value.items() if isinstance(each, Statement))
+
+
+def assigned(module: ModuleType) -> Iterator[str]:
+    """Yield the names that a module assigns."""
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def rendered(statement: Statement) -> str:
+    return f"{NAMESPACE.sql(statement).decode().strip()}\n"
+
+
+def write(folder: Path) -> None:
+    """Write a file for each statement, and delete those of statements that are no more."""
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.sql"):
+        old.unlink()
+    for name, text in statements().items():
+        (folder / f"{name}.sql").write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m app.fleet.sql", description="Print SQL statements by name.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a statement's name, or its end; without: list all")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write each statement to a file in this folder")
+    options = parser.parse_args()
+    if options.write:
+        write(options.write)
+        return
+    known = statements()
+    wanted = {name: [each for each in known if f".{each}".endswith(f".{name}")] for name in options.names}
+    if unknown := [name for name, found in wanted.items() if not found]:
+        parser.error(f"no such statement: {', '.join(unknown)} (without a name, all names are listed)")
+    for name in [each for found in wanted.values() for each in found]:
+        sys.stdout.write(f"-- {name}\n{known[name]}\n")
+    if not options.names:
+        sys.stdout.write("".join(f"{name}\n" for name in known))
+
+
+if __name__ == "__main__":
+    main()

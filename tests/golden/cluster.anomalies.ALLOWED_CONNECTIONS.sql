@@ -1,0 +1,1 @@
+SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int

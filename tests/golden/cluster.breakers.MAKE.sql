@@ -1,0 +1,1 @@
+INSERT INTO "flotilla".breakers (name) VALUES (%(name)s) ON CONFLICT (name) DO NOTHING

@@ -1,0 +1,1 @@
+LOCK TABLE "flotilla".leader_turn IN EXCLUSIVE MODE

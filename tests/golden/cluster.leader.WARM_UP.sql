@@ -1,0 +1,1 @@
+SELECT has_table_privilege('"flotilla".leader_turn'::regclass, 'UPDATE')

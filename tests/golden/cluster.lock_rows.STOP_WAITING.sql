@@ -1,0 +1,1 @@
+DELETE FROM "flotilla".lock_waiters WHERE id = %(waiter)s RETURNING id

@@ -1,0 +1,1 @@
+INSERT INTO "flotilla".leader_terms (instance_id, instance) VALUES (%(id)s, %(name)s)

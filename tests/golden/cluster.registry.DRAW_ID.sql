@@ -1,0 +1,1 @@
+SELECT nextval('"flotilla".instance_ids')

@@ -1,0 +1,1 @@
+SELECT id FROM "flotilla".instances WHERE name = %(value)s AND state <> 'gone'

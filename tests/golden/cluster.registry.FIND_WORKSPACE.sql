@@ -1,0 +1,1 @@
+SELECT id FROM "flotilla".instances WHERE workspace = %(value)s AND state <> 'gone'

@@ -1,0 +1,1 @@
+DELETE FROM "flotilla".leader_terms WHERE began_at < clock_timestamp() - interval '7 days'

@@ -1,0 +1,3 @@
+UPDATE "flotilla".instances
+SET state = 'gone', gone_at = clock_timestamp(), gone_reason = %(reason)s, running = 0, shutdown = %(shutdown)s
+WHERE id = %(id)s AND state <> 'gone'

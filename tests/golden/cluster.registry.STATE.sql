@@ -1,0 +1,1 @@
+SELECT state FROM "flotilla".instances WHERE id = %(id)s

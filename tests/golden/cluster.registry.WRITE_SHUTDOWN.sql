@@ -1,0 +1,1 @@
+UPDATE "flotilla".instances SET shutdown = %(shutdown)s WHERE id = %(id)s

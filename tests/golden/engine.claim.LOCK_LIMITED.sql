@@ -1,0 +1,1 @@
+SELECT id FROM "flotilla".actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO KEY UPDATE SKIP LOCKED

@@ -1,0 +1,1 @@
+SELECT digest FROM "flotilla".run_keys WHERE action_id = 0 AND key = %(mark)s

@@ -1,0 +1,29 @@
+WITH ended AS (
+    SELECT *
+    FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
+         AS e (id, token, state, result, error)
+), gone AS (
+    DELETE FROM "flotilla".runs AS r
+    USING ended AS e
+    WHERE (SELECT set_config('lock_timeout', '10', true)) <> '' AND r.id = ANY (%(ids)s::int8[]) AND r.id = e.id AND r.token = e.token AND r.state COLLATE "C" = 'running'
+    RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
+), noted AS (
+    
+    INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
+    SELECT ended_as, instance, count(*), array_agg(id), array_agg(action_id), array_agg(events + 1), array_agg(attempt)
+    FROM gone
+    WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
+    GROUP BY 1, 2
+    
+)
+
+INSERT INTO "flotilla".finished_runs (
+    id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
+    order_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at, finished_at,
+    expires_at
+)
+SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
+       g.scheduled_for, g.key, g.order_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
+       g.events + 1, g.running_seq, g.created_at, g.started_at, clock_timestamp(),
+       clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = g.action_id)
+FROM gone AS g

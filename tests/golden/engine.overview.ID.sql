@@ -1,0 +1,1 @@
+SELECT id FROM "flotilla".actions WHERE name = %(name)s

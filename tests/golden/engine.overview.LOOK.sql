@@ -1,0 +1,62 @@
+WITH running AS (
+    SELECT r.action_id, max(r.id) AS newest, array_agg(DISTINCT r.instance ORDER BY r.instance) AS instances
+    FROM "flotilla".runs AS r
+    WHERE r.state = 'running'
+    GROUP BY r.action_id
+), living AS (
+    SELECT u.action_id, array_agg(i.name ORDER BY i.name) AS instances
+    FROM "flotilla".standby AS s
+    JOIN "flotilla".instances AS i ON i.id = s.instance_id AND i.state <> 'gone', unnest(s.action_ids) AS u (action_id)
+    GROUP BY u.action_id
+)
+SELECT a.name, a.schedule, a.next_run_at, a.paused_at IS NOT NULL AS paused, a.overlap, a.misfire, a.priority,
+       a.max_attempts, a.concurrency, a.rate_interval, a.rate_burst,
+       extract(epoch FROM a.retention)::float8 AS retention,
+       coalesce(r.instances, ARRAY[]::text[]) AS running_on, coalesce(l.instances, ARRAY[]::text[]) AS standby,
+       greatest(r.newest, w.last, e.newest) AS last_run
+FROM "flotilla".actions AS a
+LEFT JOIN running AS r ON r.action_id = a.id
+LEFT JOIN living AS l ON l.action_id = a.id
+LEFT JOIN LATERAL (
+    SELECT max(last.id) AS newest
+    FROM (VALUES ('succeeded'), ('failed'), ('cancelled')) AS s (state), LATERAL (
+        SELECT f.action_id, f.state, f.id
+        FROM "flotilla".finished_runs AS f
+        WHERE (f.action_id, f.state, f.id) <= (a.id, s.state, 9223372036854775807)
+        ORDER BY f.action_id DESC, f.state DESC, f.id DESC
+        LIMIT 1
+    ) AS last
+    WHERE last.action_id = a.id AND last.state = s.state
+) AS e ON true
+LEFT JOIN LATERAL (
+    
+    WITH RECURSIVE place AS (
+        (
+            SELECT priority
+            FROM "flotilla".runs
+            WHERE state = 'pending' AND action_id = a.id
+            ORDER BY priority
+            LIMIT 1
+        )
+        UNION ALL
+        SELECT n.priority
+        FROM place AS p, LATERAL (
+            SELECT priority
+            FROM "flotilla".runs
+            WHERE state = 'pending' AND action_id = a.id AND priority > p.priority
+            ORDER BY priority
+            LIMIT 1
+        ) AS n
+    )
+
+    SELECT max(q.id) AS last
+    FROM place AS p, LATERAL (
+        SELECT id
+        FROM "flotilla".runs
+        WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
+        ORDER BY run_at DESC, id DESC
+        LIMIT 1
+    ) AS q
+) AS w ON true
+WHERE %(name)s::text IS NULL OR a.name = %(name)s
+ORDER BY a.name

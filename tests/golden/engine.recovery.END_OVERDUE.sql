@@ -1,0 +1,78 @@
+WITH lost AS MATERIALIZED (
+    SELECT id, attempt - deaths >= max_attempts OR cancel_requested_at IS NOT NULL AS spent,
+           format('exceeded its deadline, and its instance %%s did not end it: its event loop is blocked, or it hangs',
+                  instance) AS why
+    FROM "flotilla".runs
+    WHERE state = 'running' AND deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM "flotilla".runs AS r
+    USING lost AS l
+    WHERE r.id = l.id AND l.spent
+    RETURNING r.*, CASE WHEN r.cancel_requested_at IS NULL THEN 'failed' ELSE 'cancelled' END AS ended_as, NULL AS ended_with, CASE WHEN r.cancel_requested_at IS NULL THEN l.why ELSE 'cancelled on request' END AS ended_by
+), failed AS (
+    
+INSERT INTO "flotilla".finished_runs (
+    id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
+    order_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at, finished_at,
+    expires_at
+)
+SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
+       g.scheduled_for, g.key, g.order_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
+       g.events + 1, g.running_seq, g.created_at, g.started_at, clock_timestamp(),
+       clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = g.action_id)
+FROM gone AS g
+
+), noted_failed AS (
+    
+    INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
+    SELECT ended_as, instance, count(*), array_agg(id), array_agg(action_id), array_agg(events + 1), array_agg(attempt)
+    FROM gone
+    WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
+    GROUP BY 1, 2
+    
+), back AS (
+    UPDATE "flotilla".runs AS r
+    SET state = 'pending', error = l.why, deadline_at = NULL, events = r.events + 1,
+        run_at = clock_timestamp() + make_interval(secs => (
+            SELECT least(a.retry_delay * 2.0 ^ least(r.attempt - r.deaths - 1, 60), a.max_retry_delay)
+                   * (0.75 + 0.5 * random())
+            FROM "flotilla".actions AS a
+            WHERE a.id = r.action_id
+        ))
+    FROM lost AS l
+    WHERE r.id = l.id AND NOT l.spent
+    RETURNING r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.run_at, r.action_id, r.priority, r.attempt AS ran, l.why
+), written AS (
+    
+    INSERT INTO "flotilla".run_events (run_id, seq, kind, data, at)
+    SELECT b.id, s.seq, 'state', s.data, s.at
+    FROM back AS b, LATERAL (VALUES
+        (b.running_seq, json_build_object('state', 'running', 'attempt', b.ran, 'instance', b.instance), b.started_at),
+        (b.events, json_build_object('state', 'pending', 'attempt', b.attempt, 'instance', b.instance,
+                                     'run_at', to_char(b.run_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), 'error', b.why), clock_timestamp())
+    ) AS s (seq, data, at)
+    WHERE s.seq IS NOT NULL
+    
+), noted AS (
+    
+    INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
+    SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
+    FROM back
+    WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
+    GROUP BY 1, 2
+    
+)
+
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    FROM (
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+               row_number() OVER () / 200 AS page
+        FROM (
+    SELECT action_id, priority, run_at FROM back UNION ALL SELECT * FROM (
+    SELECT action_id, priority, clock_timestamp() AS run_at FROM gone WHERE order_key IS NOT NULL
+) AS n
+) AS w
+        GROUP BY action_id, priority
+    ) AS p
+    GROUP BY page

@@ -1,0 +1,1 @@
+DELETE FROM "flotilla".standby WHERE instance_id = ANY (%(dead)s)

@@ -1,0 +1,15 @@
+WITH asked AS (
+    UPDATE "flotilla".runs
+    SET cancel_requested_at = coalesce(cancel_requested_at, clock_timestamp())
+    WHERE id = %(id)s AND state = 'running'
+    RETURNING *
+), told AS (
+    SELECT pg_notify('flotilla', 'cancel:' || id) FROM asked
+)
+SELECT 
+r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
+r.order_key AS order_by, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
+r.created_at, r.started_at, NULL::timestamptz AS finished_at
+
+FROM asked AS r
+JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t

@@ -1,0 +1,24 @@
+WITH hurried AS (
+    UPDATE "flotilla".runs
+    SET run_at = clock_timestamp()
+    WHERE id = %(id)s AND state = 'pending' AND run_at > clock_timestamp()
+    RETURNING *
+), told AS (
+    
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    FROM (
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+               row_number() OVER () / 200 AS page
+        FROM hurried
+        GROUP BY action_id, priority
+    ) AS p
+    GROUP BY page
+
+)
+SELECT 
+r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
+r.order_key AS order_by, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
+r.created_at, r.started_at, NULL::timestamptz AS finished_at
+
+FROM hurried AS r
+JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t

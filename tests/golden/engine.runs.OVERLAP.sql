@@ -1,0 +1,1 @@
+SELECT overlap FROM "flotilla".actions WHERE id = %(action)s

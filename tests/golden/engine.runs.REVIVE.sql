@@ -1,0 +1,54 @@
+WITH back AS (
+    DELETE FROM "flotilla".finished_runs WHERE id = %(id)s AND state IN ('failed', 'cancelled') AND expires_at > 'epoch' RETURNING *
+), added AS (
+    INSERT INTO "flotilla".runs (
+        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, order_key,
+        payload, checkpoint, progress, error, events, created_at
+    )
+    SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
+           order_key, payload, checkpoint, progress, error, events + 1, created_at
+    FROM back
+    RETURNING *
+), written AS (
+    
+    INSERT INTO "flotilla".run_events (run_id, seq, kind, data, at)
+    SELECT b.id, s.seq, 'state', s.data, s.at
+    FROM back AS b, LATERAL (VALUES
+        (b.running_seq, json_build_object('state', 'running', 'attempt', b.attempt, 'instance', b.instance),
+         b.started_at),
+        (b.events, json_build_object('state', b.state, 'attempt', b.attempt, 'instance', b.instance,
+                                     'result', b.result, 'error', b.error), b.finished_at),
+        (b.events + 1, json_build_object('state', 'pending', 'attempt', 0, 'instance', b.instance,
+                                         'error', 'tried again on request'), clock_timestamp())
+    ) AS s (seq, data, at)
+    WHERE s.seq IS NOT NULL
+    ON CONFLICT DO NOTHING
+    
+), noted AS (
+    
+    INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
+    SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
+    FROM added
+    WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
+    GROUP BY 1, 2
+    
+), told AS (
+    
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    FROM (
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+               row_number() OVER () / 200 AS page
+        FROM added
+        GROUP BY action_id, priority
+    ) AS p
+    GROUP BY page
+
+)
+
+SELECT 
+r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
+r.order_key AS order_by, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
+r.created_at, r.started_at, NULL::timestamptz AS finished_at
+
+FROM added AS r
+JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t

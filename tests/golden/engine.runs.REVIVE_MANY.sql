@@ -1,0 +1,59 @@
+WITH back AS (
+    DELETE FROM "flotilla".finished_runs WHERE id = ANY (ARRAY(
+        SELECT f.id
+        FROM "flotilla".finished_runs AS f
+        WHERE (f.action_id, f.state, f.id) > (%(action)s, %(first_state)s, 0)
+          AND (f.action_id, f.state, f.id) <= (%(action)s, %(last_state)s, 9223372036854775807)
+          AND f.state = ANY (%(states)s::text[])
+          AND f.expires_at > 'epoch'
+          AND f.finished_at >= coalesce(%(since)s::timestamptz, '-infinity') AND f.finished_at <= %(until)s
+        ORDER BY f.action_id, f.state, f.id
+        LIMIT %(most)s
+
+        FOR UPDATE SKIP LOCKED
+    )) RETURNING *
+), added AS (
+    INSERT INTO "flotilla".runs (
+        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, order_key,
+        payload, checkpoint, progress, error, events, created_at
+    )
+    SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
+           order_key, payload, checkpoint, progress, error, events + 1, created_at
+    FROM back
+    RETURNING *
+), written AS (
+    
+    INSERT INTO "flotilla".run_events (run_id, seq, kind, data, at)
+    SELECT b.id, s.seq, 'state', s.data, s.at
+    FROM back AS b, LATERAL (VALUES
+        (b.running_seq, json_build_object('state', 'running', 'attempt', b.attempt, 'instance', b.instance),
+         b.started_at),
+        (b.events, json_build_object('state', b.state, 'attempt', b.attempt, 'instance', b.instance,
+                                     'result', b.result, 'error', b.error), b.finished_at),
+        (b.events + 1, json_build_object('state', 'pending', 'attempt', 0, 'instance', b.instance,
+                                         'error', 'tried again on request'), clock_timestamp())
+    ) AS s (seq, data, at)
+    WHERE s.seq IS NOT NULL
+    ON CONFLICT DO NOTHING
+    
+), noted AS (
+    
+    INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
+    SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
+    FROM added
+    WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
+    GROUP BY 1, 2
+    
+), told AS (
+    
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    FROM (
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+               row_number() OVER () / 200 AS page
+        FROM added
+        GROUP BY action_id, priority
+    ) AS p
+    GROUP BY page
+
+)
+SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)

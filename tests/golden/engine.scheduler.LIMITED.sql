@@ -1,0 +1,1 @@
+SELECT set_config('idle_in_transaction_session_timeout', '5000', true), set_config('lock_timeout', '10', true)

@@ -1,0 +1,3 @@
+SELECT id, schedule, misfire, overlap, next_run_at, clock_timestamp()
+FROM "flotilla".actions
+WHERE id = ANY (%(actions)s::int[]) AND next_run_at <= clock_timestamp() AND paused_at IS NULL

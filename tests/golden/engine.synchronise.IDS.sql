@@ -1,0 +1,1 @@
+SELECT name, id FROM "flotilla".actions WHERE name = ANY (%(names)s)

@@ -1,0 +1,35 @@
+WITH added AS (
+    INSERT INTO "flotilla".runs (id, key, action_id, priority, run_at, max_attempts, payload, trigger)
+    SELECT id, key, action_id, priority, coalesce(run_at, now()), max_attempts, payload::json, %(trigger)s
+    FROM unnest(%(ids)s::int8[], %(keys)s::text[], %(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[],
+                %(max_attempts)s::int[], %(payloads)s::text[])
+         WITH ORDINALITY AS o (id, key, action_id, priority, run_at, max_attempts, payload, place)
+    ORDER BY place
+    RETURNING id, run_at, created_at, action_id, priority, events, attempt, instance
+), noted AS (
+    
+    INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
+    SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
+    FROM added
+    WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
+    GROUP BY 1, 2
+    
+), told AS (
+    
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    FROM (
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+               row_number() OVER () / 200 AS page
+        FROM added
+        GROUP BY action_id, priority
+    ) AS p
+    GROUP BY page
+
+), marked AS (
+    INSERT INTO "flotilla".run_keys (action_id, key, run_id, digest)
+    SELECT 0, %(mark)s::text, min(id), string_agg(id::text, ',' ORDER BY id)
+    FROM added
+    WHERE %(mark)s::text IS NOT NULL
+    HAVING count(*) > 0
+)
+SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER BY id

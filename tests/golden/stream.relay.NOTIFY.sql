@@ -1,0 +1,1 @@
+SELECT pg_notify('flotilla', what) FROM unnest(%(what)s::text[]) AS what
