@@ -26,8 +26,8 @@ from pathlib import Path
 
 from app.fleet.db.embedded import USER
 from app.fleet.db.namespace import Namespace
-from app.fleet.engine.lines import apart
-from app.fleet.engine.trigger import INSERT, INSERT_LINED
+from app.fleet.engine.dispatch.ordered import apart
+from app.fleet.engine.enqueue.trigger import INSERT, INSERT_LINED
 from benchmarks import peers
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import rates, verdict

@@ -3,14 +3,14 @@
 This page is the public API. A service author imports from here; everything below may change.
 """
 
-from app.fleet.cluster.coordination import breaker, limit, lock
-from app.fleet.cluster.locks import Held
-from app.fleet.cluster.singletons import singleton
-from app.fleet.engine.actions import Action, action
-from app.fleet.engine.following import follow, result
-from app.fleet.engine.once import once, once_many
-from app.fleet.engine.run import Run
-from app.fleet.engine.trigger import Order, session, trigger, trigger_many
+from app.fleet.coordination.coordination import breaker, limit, lock
+from app.fleet.coordination.locks.lock import Held
+from app.fleet.coordination.singletons import singleton
+from app.fleet.engine.actions.action import Action, action
+from app.fleet.engine.enqueue.following import follow, result
+from app.fleet.engine.enqueue.trigger import Order, session, trigger, trigger_many
+from app.fleet.engine.execute.run import Run
+from app.fleet.engine.once.once import once, once_many
 from app.fleet.errors import (
     AlreadyActive,
     BreakerOpen,

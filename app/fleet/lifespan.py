@@ -36,18 +36,18 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.fleet.background import Service, woken
 from app.fleet.cluster.commands import log_commands
-from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
+from app.fleet.coordination.coordination import Coordination
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
-from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.actions.action import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.context import Context
-from app.fleet.phase import Phase
-from app.fleet.service import Service, woken
+from app.fleet.lifecycle import Phase
 from app.fleet.settings import WATCHDOG_RESERVE
 from app.fleet.signals import Signals
 from app.fleet.stream.stream import Stream

@@ -23,8 +23,8 @@ from app.fleet.cli import main
 from app.fleet.cli.actions import rough, some
 from app.fleet.cli.follow import Story
 from app.fleet.cli.terminal import clean, took
-from app.fleet.engine.runs import RunRecord
-from app.fleet.stream.events import Written
+from app.fleet.runs.events import Written
+from app.fleet.runs.records import RunRecord
 from tests.support.fleet import ROOT, Fleet, Ship, environment, run
 from tests.support.postgres import Postgres, eventually, free_port
 

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from app.fleet.cluster.limits import LATE
+from app.fleet.coordination.limits import LATE
 from tests.support.fleet import Fleet, Ship
 from tests.support.limits import excess
 from tests.support.postgres import eventually

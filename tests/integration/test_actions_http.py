@@ -10,9 +10,9 @@ import psycopg
 import pytest
 
 from app.fleet import InSession, Run, action, trigger
-from app.fleet.engine import overview
-from app.fleet.engine.lookout import Lookout
-from app.fleet.engine.scheduler import READ_UNLOCKED
+from app.fleet.engine.actions import admin
+from app.fleet.engine.dispatch.scheduler import READ_UNLOCKED
+from app.fleet.engine.maintenance.reconciler import Lookout
 from app.fleet.http.auth import make_key
 from app.fleet.http.problems import BY_STATUS
 from tests.integration.test_edge import is_problem
@@ -255,7 +255,7 @@ async def test_the_list_reads_nothing_of_the_history_but_the_last_runs(here: Des
     await here.sql("ANALYZE finished_runs")
     database = here.running.context.database
     async with database.connection() as connection:
-        found = await overview.find_all(connection, database.namespace, here.engine.catalogue)
+        found = await admin.find_all(connection, database.namespace, here.engine.catalogue)
         read = await connection.execute(
             "SELECT seq_tup_read, idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'finished_runs'"
         )
@@ -444,7 +444,7 @@ async def test_resuming_what_is_not_paused_leaves_a_slot_that_is_due(here: Desk)
     async with database.connection() as connection:
         due = "UPDATE flotilla.actions SET next_run_at = now() WHERE name = 'seldom' RETURNING next_run_at"
         slot = await (await connection.execute(due)).fetchone()
-        await overview.resume(connection, database.namespace, "seldom")
+        await admin.resume(connection, database.namespace, "seldom")
         read = "SELECT next_run_at FROM flotilla.actions WHERE name = 'seldom'"
         assert await (await connection.execute(read)).fetchone() == slot
         await connection.rollback()

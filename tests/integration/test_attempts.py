@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.fleet import trigger
-from app.fleet.engine.trigger import Order, current
+from app.fleet.engine.enqueue.trigger import Order, current
 from tests.support.runs import Desk, desk, soon
 from tests.support.trial_actions import EFFECTS
 
@@ -83,13 +83,13 @@ async def test_one_that_blocks_the_loop_until_after_its_deadline_fails_and_says_
 
 
 async def test_a_running_run_is_cancelled_on_request(here: Desk) -> None:
-    from app.fleet.engine import runs
+    from app.fleet.runs import records
 
     run_id = await here.trigger("nap", {"seconds": 60})
     await here.until(run_id, "running")
     database = here.running.context.database
     async with database.connection() as connection:
-        await runs.cancel(connection, database.namespace, run_id)
+        await records.cancel(connection, database.namespace, run_id)
     run = await here.ended(run_id)
     assert (run.state, run.error) == ("cancelled", "cancelled on request")
 
@@ -201,8 +201,8 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if our own check of results had a hole."""
-    from app.fleet.engine import executor
-    from app.fleet.engine.run import as_json as genuine
+    from app.fleet.engine.execute import executor
+    from app.fleet.engine.execute.run import as_json as genuine
 
     def holed(value: object, what: str, most: int) -> str:
         return "{no json" if value == {"poison": True} else genuine(value, what, most)

@@ -13,9 +13,9 @@ import psycopg
 import pytest
 
 from app.fleet import BreakerOpen, FleetError, LimitReached, breaker
-from app.fleet.cluster import breakers
-from app.fleet.cluster.breakers import Breaker, Breakers
 from app.fleet.cluster.registry import Identity
+from app.fleet.coordination import breakers
+from app.fleet.coordination.breakers import Breaker, Breakers
 from app.fleet.db.namespace import Statement
 from app.fleet.errors import BreakerInvalid
 from tests.support.postgres import Postgres

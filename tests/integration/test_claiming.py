@@ -11,13 +11,13 @@ import pytest
 
 from app.fleet.cluster.registry import Register
 from app.fleet.db.statements import array
-from app.fleet.engine.actions import Catalogue
-from app.fleet.engine.claim import ALLOWED, CLAIM, MANY
-from app.fleet.engine.ledger import FINISH
-from app.fleet.engine.recovery import TakeBack
-from app.fleet.engine.synchronise import synchronise
-from app.fleet.engine.taking import Row
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.synchronise import synchronise
+from app.fleet.engine.dispatch.claim import ALLOWED, CLAIM, MANY
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.execute.writer import FINISH
+from app.fleet.engine.maintenance.rescuer import TakeBack
+from app.fleet.runs.claim import Row
 from tests.support.table import NAMESPACE, Claimed, Claiming, declare, table
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.engine import confirm
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue import confirm
+from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.errors import OutcomeUnknown
 from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem

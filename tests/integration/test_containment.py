@@ -8,8 +8,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.engine import ledger
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.execute import writer
 from app.fleet.errors import PayloadInvalid
 from tests.support import trial_faults
 from tests.support.runs import Desk, desk, soon
@@ -122,8 +122,8 @@ async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
     # Everything that is ready to go on has gone on when the loop has gone round a few times.
     for _ in range(100):
         await asyncio.sleep(0)
-    assert attempt.said <= ledger.UNWRITTEN_MOST
-    assert attempt.said_weight <= ledger.UNWRITTEN_WEIGHT + letters + 100
+    assert attempt.said <= writer.UNWRITTEN_MOST
+    assert attempt.said_weight <= writer.UNWRITTEN_WEIGHT + letters + 100
     held_back = attempt.said
     gate.set()
     # It goes on when there is room: more is written than was held back.
@@ -133,7 +133,7 @@ async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
 async def test_an_event_beyond_the_most_a_run_may_have_is_refused_with_a_text_for_its_author(
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "EVENTS_MOST", 50)
+    monkeypatch.setattr(writer, "EVENTS_MOST", 50)
     run = await here.run("babble")
     assert run.state == "failed"
     assert f"run {run.id} has 50 events, and may have no more" in (run.error or "")

@@ -8,10 +8,10 @@ import psycopg
 import pytest
 
 from app.fleet.db.pool import Connection
-from app.fleet.engine.trigger import Order, insert, prepare
+from app.fleet.engine.enqueue.trigger import Order, insert, prepare
 from app.fleet.http import events as http_events
-from app.fleet.stream import feed
-from app.fleet.stream.feed import Batch, Change
+from app.fleet.runs import feed
+from app.fleet.runs.feed import Batch, Change
 from tests.integration.test_edge import is_problem
 from tests.support.runs import Desk, desk
 from tests.support.streams import Message, messages

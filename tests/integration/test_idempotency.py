@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.engine.trigger import TRY_KEY
+from app.fleet.engine.enqueue.trigger import TRY_KEY
 from app.fleet.http import idempotency
 from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem

@@ -13,9 +13,9 @@ import psycopg
 import pytest
 
 from app.fleet import FleetError, LimitReached, limit
-from app.fleet.cluster.limits import ANSWER_MOST, LATE, Limit, Limits
 from app.fleet.cluster.link import clock
-from app.fleet.cluster.options import duration
+from app.fleet.coordination.limits import ANSWER_MOST, LATE, Limit, Limits
+from app.fleet.coordination.validation import duration
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LimitInvalid
 from tests.support.limits import excess

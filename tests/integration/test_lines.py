@@ -12,12 +12,13 @@ from psycopg.rows import TupleRow
 from app.fleet.cluster.registry import Register
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import array
-from app.fleet.engine import claim, lines, runs
-from app.fleet.engine.ledger import FINISH
-from app.fleet.engine.lines import LINES, Ring, place_of
-from app.fleet.engine.recovery import TakeBack
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.dispatch import claim, ordered
+from app.fleet.engine.dispatch.ordered import LINES, Ring, place_of
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.execute.writer import FINISH
+from app.fleet.engine.maintenance.rescuer import TakeBack
 from app.fleet.errors import EngineError
+from app.fleet.runs import records
 from tests.support.runs import soon
 from tests.support.table import NAMESPACE, Claimed, Claiming, Table, declare, table
 
@@ -204,8 +205,8 @@ async def test_lines_take_turns(address: str) -> None:
 async def test_more_lines_than_one_claim_looks_at_are_all_come_to(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "LOOKS", 3)
-    monkeypatch.setattr(lines, "REST", 0.0)
+    monkeypatch.setattr(ordered, "LOOKS", 3)
+    monkeypatch.setattr(ordered, "REST", 0.0)
     async with table(address, declare()) as here:
         for number in range(10):
             await line(here, f"line-{number}", 1)
@@ -225,7 +226,7 @@ async def test_more_lines_than_one_claim_looks_at_are_all_come_to(
 async def test_after_many_lines_a_look_rests_and_lines_that_are_asked_for_do_not_wait_for_it(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "REST", 3600.0)
+    monkeypatch.setattr(ordered, "REST", 3600.0)
     async with table(address, declare()) as here:
         (first,) = await line(here, "a", 1)
         await line(here, "b", 2)
@@ -244,8 +245,8 @@ async def test_after_many_lines_a_look_rests_and_lines_that_are_asked_for_do_not
 
 
 async def test_a_look_that_has_not_come_round_rests_too(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LOOKS", 1)
-    monkeypatch.setattr(lines, "REST", 3600.0)
+    monkeypatch.setattr(ordered, "LOOKS", 1)
+    monkeypatch.setattr(ordered, "REST", 3600.0)
     async with table(address, declare()) as here:
         later = datetime.now(UTC) + timedelta(days=1)
         for key in ("a", "b"):
@@ -326,15 +327,15 @@ async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address
 async def test_what_is_told_while_lines_are_looked_at_is_found_also_behind_what_that_look_has_come_past(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "LOOKS", 2)
-    monkeypatch.setattr(lines, "REST", 0.0)
+    monkeypatch.setattr(ordered, "LOOKS", 2)
+    monkeypatch.setattr(ordered, "REST", 0.0)
     async with table(address, declare()) as here:
         later = datetime.now(UTC) + timedelta(hours=1)
         for key in ("b", "c", "d", "e"):
             await line(here, key, 1, run_at=later)
         one = await here.instance("one")
         await told(one)
-        real = lines.claim
+        real = ordered.claim
 
         async def while_it_looks(*given: Any, **wanted: Any) -> Any:
             await told(one)
@@ -342,9 +343,9 @@ async def test_what_is_told_while_lines_are_looked_at_is_found_also_behind_what_
             await line(here, "a", 1)
             return found
 
-        monkeypatch.setattr(lines, "claim", while_it_looks)
+        monkeypatch.setattr(ordered, "claim", while_it_looks)
         assert await one.claim(everywhere=False) == []
-        monkeypatch.setattr(lines, "claim", real)
+        monkeypatch.setattr(ordered, "claim", real)
         claimed = [run for _ in range(3) for run in await one.claim(everywhere=False)]
         assert [await key_of(here, run.run_id) for run in claimed] == ["a"]
 
@@ -423,7 +424,7 @@ async def test_a_refused_head_takes_nothing_back_that_was_claimed_under_the_same
     async with table(address, declare("tick", concurrency=9), declare("tock", concurrency=9)) as here:
         await here.trigger(Order("tick", order_by="a"), Order("tock", order_by="a"))
         one = await here.instance("one")
-        real = lines.claim
+        real = ordered.claim
         refused: list[int] = []
 
         async def refuse_one(connection: Any, *given: Any, **wanted: Any) -> Any:
@@ -432,10 +433,10 @@ async def test_a_refused_head_takes_nothing_back_that_was_claimed_under_the_same
                 await connection.execute("DO $$ BEGIN RAISE unique_violation; END $$")
             return await real(connection, *given, **wanted)
 
-        monkeypatch.setattr(lines, "claim", refuse_one)
+        monkeypatch.setattr(ordered, "claim", refuse_one)
         assert len(await one.claim()) == 1
         assert await here.sql("SELECT count(*) FROM runs WHERE state = 'running'") == [(1,)]
-        await asyncio.sleep(2 * lines.AGAIN)
+        await asyncio.sleep(2 * ordered.AGAIN)
         assert len(await one.claim(everywhere=False)) == 1
 
 
@@ -445,7 +446,7 @@ async def test_what_was_taken_of_one_action_is_kept_if_the_claim_of_another_fail
     async with table(address, declare("tick"), declare("tock")) as here:
         await here.trigger(Order("tick", order_by="a"), Order("tock", order_by="a"))
         one = await here.instance("one")
-        real = lines.claim
+        real = ordered.claim
         asked: list[int] = []
 
         async def fail_the_second(*given: Any, **wanted: Any) -> Any:
@@ -454,7 +455,7 @@ async def test_what_was_taken_of_one_action_is_kept_if_the_claim_of_another_fail
                 raise psycopg.OperationalError("the connection is lost")
             return await real(*given, **wanted)
 
-        monkeypatch.setattr(lines, "claim", fail_the_second)
+        monkeypatch.setattr(ordered, "claim", fail_the_second)
         claimed = await one.claim()
         assert await here.sql("SELECT id FROM runs WHERE state = 'running'") == [(run.run_id,) for run in claimed]
         assert len(claimed) == 1
@@ -492,9 +493,9 @@ async def test_a_long_line_costs_nobody_anything(address: str) -> None:
     async with table(address, declare()) as here:
         await here.trigger(*[Order("tick")] * 10)
         await line(here, "b", 10)
-        before = [await blocks(here, claim.CLAIM), await blocks(here, lines.CLAIM)]
+        before = [await blocks(here, claim.CLAIM), await blocks(here, ordered.CLAIM)]
         await here.trigger(*[Order("tick", order_by="a")] * 10_000)
-        after = [await blocks(here, claim.CLAIM), await blocks(here, lines.CLAIM)]
+        after = [await blocks(here, claim.CLAIM), await blocks(here, ordered.CLAIM)]
         # The indexes are a level deeper, and there is a line more.
         assert after[0] <= before[0] + 20, (before, after)
         assert after[1] <= before[1] + 60, (before, after)
@@ -510,7 +511,7 @@ async def blocks(here: Table, statement: Statement) -> int:
         values |= {"timeouts": "{60}", "room": 5, "passed": "{0}"}
     else:
         values |= {"action": action_id, "timeout": 60.0, "after": "", "wrapped": False, "start": "", "keys": ["a", "b"]}
-        values |= {"looks": lines.LOOKS, "most": 100}
+        values |= {"looks": ordered.LOOKS, "most": 100}
     async with here.database.connection() as connection:
         explain = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + NAMESPACE.sql(statement)
         row = await (await connection.execute(explain, values)).fetchone()
@@ -569,7 +570,7 @@ async def test_a_run_that_is_tried_again_goes_to_the_front_and_never_beside_one_
         await end(here, failed, 1, "failed")
         assert ids(await one.claim()) == [running]
         async with here.database.connection() as connection:
-            assert (await runs.retry(connection, NAMESPACE, failed)).order_by == "a"
+            assert (await records.retry(connection, NAMESPACE, failed)).order_by == "a"
         (other,) = await line(here, "b", 1)
         assert ids(await one.claim()) == [other], "and who is in no line with it does not notice"
         await end(here, running, 1, None)
@@ -597,4 +598,4 @@ async def test_what_is_no_key_is_refused_before_anything_is_written(address: str
 @pytest.mark.parametrize(("priority", "place"), [(0, 0), (-1000, -1000), (1000, 1000), (-10_000, LINES)])
 def test_lines_wait_at_a_place_that_no_priority_has(priority: int, place: int) -> None:
     assert place_of(priority) == place
-    assert {place_of(lines.apart(given, "a")) for given in (-1000, 0, 1000)} == {LINES}
+    assert {place_of(ordered.apart(given, "a")) for given in (-1000, 0, 1000)} == {LINES}

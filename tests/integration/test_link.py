@@ -16,7 +16,7 @@ from app.fleet.cluster.registry import BATCH, RELINK_GRACE, Identity, Register, 
 from app.fleet.db import migrations
 from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.namespace import Namespace
-from app.fleet.engine.recovery import TakeBack
+from app.fleet.engine.maintenance.rescuer import TakeBack
 from app.fleet.errors import FleetError, NameTaken
 from tests.support.postgres import Postgres, eventually
 from tests.support.proxy import Proxy

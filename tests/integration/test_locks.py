@@ -12,10 +12,11 @@ import psycopg
 import pytest
 
 from app.fleet import FleetError, Held, LockCycle, LockLost, LockTaken, lock
-from app.fleet.cluster import holders, locks
-from app.fleet.cluster.lock_rows import RELEASE, RENEW, TAKE, WAIT
-from app.fleet.cluster.locks import Locks, Wanted
 from app.fleet.cluster.registry import BATCH, Identity
+from app.fleet.coordination.locks import admin
+from app.fleet.coordination.locks import lock as locks
+from app.fleet.coordination.locks.lock import Locks, Wanted
+from app.fleet.coordination.locks.statements import RELEASE, RENEW, TAKE, WAIT
 from app.fleet.db.direct import PATIENCE, open_session
 from app.fleet.db.namespace import Statement
 from app.fleet.errors import LockInvalid
@@ -512,7 +513,7 @@ async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(h
 async def test_a_forced_release_waits_for_what_is_guarded_and_says_so_if_that_does_not_end(
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holders, "PATIENCE", "200ms")
+    monkeypatch.setattr(admin, "PATIENCE", "200ms")
     async with here.running.context.database.connection() as connection, lock("x") as held:
         await held.guard(connection)
         refused = await here.running.client.delete("/locks/x", params={"reason": "it hangs"})

@@ -10,10 +10,10 @@ import psycopg
 import pytest
 
 from app.fleet.db.statements import array
-from app.fleet.engine import lookout
-from app.fleet.engine.claim import Clock
-from app.fleet.engine.lookout import LOOK, TURN, Lookout
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.dispatch.claim import Clock
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.maintenance import reconciler
+from app.fleet.engine.maintenance.reconciler import LOOK, TURN, Lookout
 from tests.support.postgres import Postgres
 from tests.support.runs import Desk, desk, soon
 from tests.support.table import NAMESPACE, declare, table
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout, "EVERY", 0.05)
+    monkeypatch.setattr(reconciler, "EVERY", 0.05)
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ async def test_a_lookout_that_fails_again_and_again_says_so(
     here: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await looks(here, 1)
-    broken = lookout.LOOK.replace("clock_timestamp()", "'58028-01-01'::timestamptz")
-    monkeypatch.setattr(lookout, "LOOK", broken)
+    broken = reconciler.LOOK.replace("clock_timestamp()", "'58028-01-01'::timestamptz")
+    monkeypatch.setattr(reconciler, "LOOK", broken)
 
     async def said() -> bool:
         return any(each.levelname == "WARNING" and each.msg == "lookout.failed" for each in caplog.records)

@@ -8,10 +8,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.errors import RunUnknown
 from app.fleet.http import events as http_events
-from app.fleet.stream import channel, feed
+from app.fleet.runs import feed
+from app.fleet.stream import channel
 from app.fleet.stream.channel import Turns
 from app.fleet.stream.hub import Joint
 from tests.integration.test_feed import collect as collect_feed

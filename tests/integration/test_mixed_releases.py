@@ -6,9 +6,9 @@ import psycopg
 import pytest
 
 from app.fleet.db.statements import array
-from app.fleet.engine.claim import CLAIM
-from app.fleet.engine.lines import LINES
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.dispatch.claim import CLAIM
+from app.fleet.engine.dispatch.ordered import LINES
+from app.fleet.engine.enqueue.trigger import Order
 from tests.support.table import NAMESPACE, Claiming, Table, declare, table
 
 pytestmark = pytest.mark.anyio

@@ -11,10 +11,11 @@ import pytest
 from app.fleet import Fenced, Run
 from app.fleet.cluster.registry import BATCH
 from app.fleet.db.namespace import Statement
-from app.fleet.engine import lookout, recovery, retention
-from app.fleet.engine.claim import MANY
-from app.fleet.engine.trigger import Order
-from app.fleet.stream import events as stream
+from app.fleet.engine.dispatch.claim import MANY
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.maintenance import pruner, rescuer
+from app.fleet.engine.maintenance import reconciler as lookout
+from app.fleet.runs import events as stream
 from tests.support.runs import Desk, desk, soon
 from tests.support.service import service
 from tests.support.table import NAMESPACE, declare, table
@@ -75,7 +76,7 @@ async def test_a_sweep_takes_back_all_runs_of_an_instance_that_is_gone_however_m
             2 * BATCH + 500,
         )
         async with here.database.autocommit() as connection:
-            await recovery.sweep(connection, NAMESPACE)
+            await rescuer.sweep(connection, NAMESPACE)
         assert await here.sql("SELECT state, deaths, count(*) FROM runs GROUP BY 1, 2") == [("pending", 1, 2500)]
 
 
@@ -271,7 +272,7 @@ async def test_what_hangs_beyond_its_deadline_is_taken_back_or_failed(address: s
         await here.sql("UPDATE runs SET deadline_at = now() - interval '1 h' RETURNING 1")
         await here.sql("UPDATE runs SET attempt = 2 WHERE id = %s RETURNING 1", second.run_id)
         async with here.database.autocommit() as connection:
-            await recovery.sweep(connection, NAMESPACE)
+            await rescuer.sweep(connection, NAMESPACE)
         ((run_id, state, error),) = await here.sql("SELECT id, state, error FROM runs")
         assert (run_id, state) == (first.run_id, "pending")
         assert "exceeded its deadline, and its instance one did not end it" in error
@@ -287,10 +288,10 @@ async def test_a_run_that_is_to_be_cancelled_is_not_given_back(address: str) -> 
         await here.sql("UPDATE runs SET cancel_requested_at = now() RETURNING 1")
         await here.sql("UPDATE runs SET deadline_at = now() - interval '1 h' WHERE id = %s RETURNING 1", hung)
         async with here.database.autocommit() as connection:
-            await recovery.sweep(connection, NAMESPACE)
+            await rescuer.sweep(connection, NAMESPACE)
         assert await here.sql("SELECT id, state FROM runs") == [(orphaned, "running")]
         with psycopg.connect(address) as death:
-            recovery.TakeBack(NAMESPACE)(death, [one.identity.id])
+            rescuer.TakeBack(NAMESPACE)(death, [one.identity.id])
         ended = await here.sql("SELECT id, state, error FROM finished_runs ORDER BY id")
         assert ended == [(run_id, "cancelled", "cancelled on request") for run_id in (hung, orphaned)]
 
@@ -300,7 +301,7 @@ async def test_a_run_within_its_deadline_is_left_alone(address: str) -> None:
         await here.trigger(Order("tick"))
         await (await here.instance("one")).claim()
         async with here.database.autocommit() as connection:
-            await recovery.sweep(connection, NAMESPACE)
+            await rescuer.sweep(connection, NAMESPACE)
         assert await here.sql("SELECT state FROM runs") == [("running",)]
 
 
@@ -312,11 +313,11 @@ async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(addr
         with psycopg.connect(address) as guarded, psycopg.connect(address) as death:
             guarded.execute("SELECT FROM flotilla.runs WHERE id = %s FOR KEY SHARE", [run_id])
             death.execute("UPDATE flotilla.instances SET state = 'gone'")
-            recovery.TakeBack(NAMESPACE)(death, [one.identity.id])
+            rescuer.TakeBack(NAMESPACE)(death, [one.identity.id])
             death.commit()
             assert await here.sql("SELECT state FROM runs") == [("running",)], "nobody waited for the lock"
         async with here.database.autocommit() as connection:
-            await recovery.sweep(connection, NAMESPACE)
+            await rescuer.sweep(connection, NAMESPACE)
         assert await here.sql("SELECT state, deaths, error FROM runs") == [
             ("pending", 1, "the instance one died while it ran it")
         ]
@@ -325,13 +326,13 @@ async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(addr
 async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -> None:
     async with table(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
-        for number in range(recovery.DEATHS):
+        for number in range(rescuer.DEATHS):
             one = await here.instance(f"i-{number}")
             assert [run.run_id for run in await one.claim()] == [run_id]
             with psycopg.connect(address) as death:
-                recovery.TakeBack(NAMESPACE)(death, [one.identity.id])
+                rescuer.TakeBack(NAMESPACE)(death, [one.identity.id])
         assert await here.sql("SELECT state, error FROM finished_runs") == [
-            ("failed", f"{recovery.DEATHS} instances died while they ran it, the last of them i-19")
+            ("failed", f"{rescuer.DEATHS} instances died while they ran it, the last of them i-19")
         ]
 
 
@@ -341,7 +342,7 @@ async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -
 async def test_what_ended_long_enough_ago_is_forgotten_with_its_events_and_its_key(
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "BATCH", 40)
+    monkeypatch.setattr(pruner, "BATCH", 40)
     here.engine.retention._batch = 40
     walked = await here.run("walk", {"steps": 3, "seconds": 0}, key="once")
     kept = await here.run("echo", key="kept")
@@ -367,8 +368,8 @@ async def test_a_batch_that_takes_too_long_is_halved(here: Desk, monkeypatch: py
         await here.ended(run_id)
     await here.sql("UPDATE finished_runs SET expires_at = now() - interval '1 h' RETURNING 1")
     await here.sql(slow)
-    monkeypatch.setattr(retention, "LIMIT", 0.4)
-    monkeypatch.setattr(retention, "BATCH", 50)
+    monkeypatch.setattr(pruner, "LIMIT", 0.4)
+    monkeypatch.setattr(pruner, "BATCH", 50)
     here.engine.retention._batch = 50
     assert await here.engine.retention.prune() == 60
 
@@ -389,7 +390,7 @@ EXPIRE = "UPDATE finished_runs SET expires_at = now() - interval '1 h' + id * in
 async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none_behind_it(
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "LIMIT", 0.3)
+    monkeypatch.setattr(pruner, "LIMIT", 0.3)
     for run_id in await here.trigger_all([Order("noop")] * 40):
         await here.ended(run_id)
     first = min(await here.sql(EXPIRE))[0]
@@ -435,7 +436,7 @@ async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
         CREATE TRIGGER few AFTER DELETE ON run_events REFERENCING OLD TABLE AS gone
         FOR EACH STATEMENT EXECUTE FUNCTION few();
     """
-    monkeypatch.setattr(retention, "EVENTS", 10, raising=False)
+    monkeypatch.setattr(pruner, "EVENTS", 10, raising=False)
     await with_many_events(here)
     await here.sql(most)
     assert await here.engine.retention.prune() == 1
@@ -446,13 +447,13 @@ async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
 async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retried(
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "EVENTS", 10)
+    monkeypatch.setattr(pruner, "EVENTS", 10)
     run_id = await with_many_events(here)
     genuine = here.engine.retention._in_time
     pieces: list[object] = []
 
     async def die(statement: Statement, values: dict[str, Any]) -> int | None:
-        if statement == retention.PRUNE_EVENTS:
+        if statement == pruner.PRUNE_EVENTS:
             pieces.append(values)
             if len(pieces) == 3:
                 raise psycopg.OperationalError("the connection broke")
@@ -465,14 +466,14 @@ async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retrie
     assert (await here.running.client.post(f"/runs/{run_id}/retry")).status_code == 404
     assert (await here.running.client.get(f"/runs/{run_id}/events")).status_code == 404
     # Another leader, or this one later.
-    assert await retention.Retention(here.running.context.database, here.running.context.member).prune() == 1
+    assert await pruner.Retention(here.running.context.database, here.running.context.member).prune() == 1
     assert await here.sql("SELECT count(*) FROM run_events") == [(0,)]
 
 
 async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "EVERY", 0.02)
+    monkeypatch.setattr(pruner, "EVERY", 0.02)
     begun: list[str] = []
 
     async def hang(_: object) -> None:
@@ -483,8 +484,8 @@ async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
         begun.append("keys")
         raise psycopg.OperationalError("the connection broke")
 
-    monkeypatch.setattr(retention.Retention, "prune_feed", hang)
-    monkeypatch.setattr(retention.Retention, "prune_keys", fail)
+    monkeypatch.setattr(pruner.Retention, "prune_feed", hang)
+    monkeypatch.setattr(pruner.Retention, "prune_keys", fail)
     async with desk(address) as own:
         await soon(lambda: own.sql("SELECT 1 WHERE %s", begun.count("keys") > 1 and "feed" in begun))
         await own.run("noop")

@@ -17,8 +17,8 @@ from sqlalchemy.exc import DBAPIError
 from app.fleet import Fenced, FleetError, Run, action, once, once_many, trigger
 from app.fleet.db import statements
 from app.fleet.db.pool import DatabaseAway
-from app.fleet.engine import once as store
-from app.fleet.engine import retention
+from app.fleet.engine.maintenance import pruner
+from app.fleet.engine.once import once as store
 from app.fleet.errors import EngineError
 from tests.support.postgres import Postgres
 from tests.support.runs import Desk, desk, soon
@@ -268,8 +268,8 @@ async def test_after_that_it_is_fresh_again_whether_it_was_forgotten_or_not(here
 
 
 async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "EVERY", 0.05)
-    monkeypatch.setattr(retention, "BATCH", 400)
+    monkeypatch.setattr(pruner, "EVERY", 0.05)
+    monkeypatch.setattr(pruner, "BATCH", 400)
     async with desk(address) as own:
         async with once_many("forgotten", [f"k-{number}" for number in range(1000)]):
             pass

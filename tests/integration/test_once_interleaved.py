@@ -18,11 +18,11 @@ from app.fleet.cluster.registry import Register
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import fetch
-from app.fleet.engine import once
-from app.fleet.engine.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
-from app.fleet.engine.recovery import TakeBack
-from app.fleet.engine.retention import LONG_AGO
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.maintenance.pruner import LONG_AGO
+from app.fleet.engine.maintenance.rescuer import TakeBack
+from app.fleet.engine.once import once
+from app.fleet.engine.once.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
 from tests.support.postgres import Postgres
 from tests.support.runs import soon
 from tests.support.table import NAMESPACE, Table, declare, table

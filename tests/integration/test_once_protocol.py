@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from app.fleet import Run
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import fetch
-from app.fleet.engine import once
-from app.fleet.engine.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
-from app.fleet.engine.retention import LONG_AGO
+from app.fleet.engine.maintenance.pruner import LONG_AGO
+from app.fleet.engine.once import once
+from app.fleet.engine.once.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
 from tests.support.table import NAMESPACE, Table, table
 
 KEYS = ("a", "b", "c")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from app.fleet.engine import lookout, runs
-from app.fleet.engine.recovery import sweep
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.maintenance import reconciler
+from app.fleet.engine.maintenance.rescuer import sweep
 from app.fleet.errors import AlreadyActive, RunNotReady
+from app.fleet.runs import records
 from tests.support.lines import NUMBERED, TOLD, lines_of
 from tests.support.runs import Desk, desk, soon
 from tests.support.table import NAMESPACE
@@ -30,7 +31,7 @@ async def all_ended(here: Desk) -> bool:
 @pytest.fixture
 async def here(address: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Desk]:
     """A service in which nobody looks for what was not told."""
-    monkeypatch.setattr(lookout, "EVERY", 3600.0)
+    monkeypatch.setattr(reconciler, "EVERY", 3600.0)
     async with desk(address) as own:
         # One of its own accord, at the start.
         await soon(lambda: looked(own))
@@ -133,7 +134,7 @@ async def test_a_deadline_that_another_instance_ends_lets_the_line_go_on(here: D
 
 
 async def test_what_nobody_told_of_is_found(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout, "EVERY", 0.1)
+    monkeypatch.setattr(reconciler, "EVERY", 0.1)
     async with desk(address) as here:
         await here.sql(NUMBERED)
         head = await here.trigger("step", order_by="a", run_at=datetime.now(UTC) + timedelta(hours=1))
@@ -178,7 +179,7 @@ async def test_a_run_that_ended_cannot_be_cancelled_out_of_its_line(here: Desk) 
     run = await here.run("step", order_by="a")
     async with here.running.context.database.connection() as connection:
         with pytest.raises(RunNotReady):
-            await runs.cancel(connection, NAMESPACE, run.id)
+            await records.cancel(connection, NAMESPACE, run.id)
 
 
 # -- over REST --------------------------------------------------------------------------------------------------------

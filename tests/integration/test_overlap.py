@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import AlreadyActive
 from app.fleet.db.pool import Connection
-from app.fleet.engine import overlap, runs
-from app.fleet.engine.trigger import Order, Triggers
+from app.fleet.engine.enqueue.trigger import Order, Triggers
+from app.fleet.runs import overlap, records
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay
 from tests.support.postgres import BOUND
@@ -61,12 +61,12 @@ async def autocommit(here: Table) -> AsyncIterator[Connection]:
 
 async def retry(here: Table, run_id: int) -> None:
     async with autocommit(here) as connection:
-        await runs.retry(connection, NAMESPACE, run_id)
+        await records.retry(connection, NAMESPACE, run_id)
 
 
-async def retry_all(here: Table, **options: Any) -> runs.Retried:
+async def retry_all(here: Table, **options: Any) -> records.Retried:
     async with autocommit(here) as connection:
-        return await runs.retry_many(connection, NAMESPACE, here.catalogue.id_of("alone"), **options)
+        return await records.retry_many(connection, NAMESPACE, here.catalogue.id_of("alone"), **options)
 
 
 # -- a caller's transaction -------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import psycopg
 import pytest
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.engine.pages import EXTRACT, NEWEST, WHOLE_MOST, page_sql
-from app.fleet.engine.runs import ENDED, State
 from app.fleet.http.runs import PAGE_MOST
+from app.fleet.runs.pages import EXTRACT, NEWEST, WHOLE_MOST, page_sql
+from app.fleet.runs.records import ENDED, State
 from tests.integration.test_actions_http import RUN, get, post
 from tests.support.runs import Desk, desk
 

@@ -24,11 +24,11 @@ from hypothesis.stateful import (
 
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import fetch
-from app.fleet.engine import runs
-from app.fleet.engine.ledger import CHECKPOINT, END_CANCELLED, FINISH, GIVE_BACK
-from app.fleet.engine.recovery import TakeBack
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.execute.writer import CHECKPOINT, END_CANCELLED, FINISH, GIVE_BACK
+from app.fleet.engine.maintenance.rescuer import TakeBack
 from app.fleet.errors import RunNotReady
+from app.fleet.runs import records
 from tests.support.table import NAMESPACE, Claiming, Table, declare, table
 
 FINISH_RETURNING = Statement(f"{FINISH}RETURNING id")
@@ -186,9 +186,9 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
             run_id = data.draw(st.sampled_from(sorted(self.model)))
             run = self.model[run_id]
             if run.state in ENDED:
-                assert do(refused(runs.cancel, run_id))
+                assert do(refused(records.cancel, run_id))
                 return
-            do(call(runs.cancel, run_id))
+            do(call(records.cancel, run_id))
             if run.state == "pending":
                 run.state = "cancelled"
                 run.ends.append("cancelled")
@@ -201,9 +201,9 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
             run_id = data.draw(st.sampled_from(sorted(self.model)))
             run = self.model[run_id]
             if run.state in {"running", "succeeded"}:
-                assert do(refused(runs.retry, run_id))
+                assert do(refused(records.retry, run_id))
                 return
-            do(call(runs.retry, run_id))
+            do(call(records.retry, run_id))
             if run.state in ENDED:
                 run.state, run.attempt, run.deaths, run.cancel_requested = "pending", 0, 0, False
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from app.fleet.engine import recovery
-from app.fleet.engine.ledger import GIVE_BACK
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.execute.writer import GIVE_BACK
+from app.fleet.engine.maintenance import rescuer
 from tests.support.table import NAMESPACE, Table, declare, table
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ async def give_back(here: Table, rows: list[tuple[int, int]]) -> None:
 
 async def sweep(here: Table, _: list[tuple[int, int]]) -> None:
     async with here.database.autocommit() as connection:
-        await recovery.sweep(connection, NAMESPACE)
+        await rescuer.sweep(connection, NAMESPACE)
 
 
 @pytest.mark.parametrize("by", [give_back, sweep], ids=["its-own-instance", "another-instance"])

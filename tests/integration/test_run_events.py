@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from app.fleet.engine.trigger import Order
-from app.fleet.stream.events import Event, append
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.runs.events import Event, append
 from tests.support.table import NAMESPACE, Table, declare, table
 
 pytestmark = pytest.mark.anyio

@@ -11,14 +11,15 @@ import pytest
 
 from alembic import command
 from app.fleet.db import migrations
-from app.fleet.engine import recovery, runs
-from app.fleet.engine.run import EVENT_MOST
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.execute.run import EVENT_MOST
+from app.fleet.engine.maintenance import rescuer
 from app.fleet.http.auth import make_key
 from app.fleet.http.events import Age
 from app.fleet.http.events import told as told_over_http
+from app.fleet.runs import records
+from app.fleet.runs.events import HEAVY, Chapter, Event, Written, append, read_all
 from app.fleet.stream.channel import KEPT_WEIGHT
-from app.fleet.stream.events import HEAVY, Chapter, Event, Written, append, read_all
 from app.fleet.stream.relay import SPACING
 from tests.integration.test_edge import is_problem
 from tests.support.runs import Desk, desk, soon
@@ -107,7 +108,7 @@ async def test_a_death_is_told_and_the_dead_add_nothing(address: str) -> None:
             await append(connection, NAMESPACE, [Event(run_id, token, "before", None)])
         await here.sql("UPDATE instances SET state = 'gone' WHERE name = 'one' RETURNING 1")
         async with here.database.autocommit() as connection:
-            await recovery.sweep(connection, NAMESPACE)
+            await rescuer.sweep(connection, NAMESPACE)
             late = Event(run_id, token, "late", None)
             assert await append(connection, NAMESPACE, [late]) == {(run_id, token)}
         await two.claim()
@@ -407,7 +408,7 @@ async def test_a_key_has_no_more_streams_than_its_share(address: str) -> None:
 async def cancel(here: Desk, run_id: int) -> None:
     database = here.running.context.database
     async with database.connection() as connection:
-        await runs.cancel(connection, database.namespace, run_id)
+        await records.cancel(connection, database.namespace, run_id)
 
 
 async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: Desk) -> None:

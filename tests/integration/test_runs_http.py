@@ -11,9 +11,9 @@ import pytest
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine import pages, runs
-from app.fleet.engine.runs import RunRecord
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.runs import pages, records
+from app.fleet.runs.records import RunRecord
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are
 from tests.integration.test_edge import is_problem
 from tests.support.runs import Desk, desk, soon
@@ -289,7 +289,7 @@ async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs while the retry looks for it among those that ended, and has ended before the answer is read."""
-    run_id, genuine = await here.trigger("nap", {"seconds": 3600}), runs.find
+    run_id, genuine = await here.trigger("nap", {"seconds": 3600}), records.find
     await here.attempt(run_id)
 
     async def fail_first(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
@@ -300,7 +300,7 @@ async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
             await here.ended(identifier)
         return await genuine(connection, namespace, identifier)
 
-    monkeypatch.setattr(runs, "find", fail_first)
+    monkeypatch.setattr(records, "find", fail_first)
     retried = (await post(here, f"/runs/{run_id}/retry", status=200)).json()
     assert (retried["id"], retried["state"], retried["attempt"]) == (run_id, "pending", 0)
 
@@ -308,7 +308,7 @@ async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
 async def test_a_cancellation_holds_no_lock_while_its_answer_is_read(
     here: Desk, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id, genuine = await here.trigger("nap", {"seconds": 3600}), runs.find
+    run_id, genuine = await here.trigger("nap", {"seconds": 3600}), records.find
     await here.attempt(run_id)
 
     async def look(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
@@ -316,7 +316,7 @@ async def test_a_cancellation_holds_no_lock_while_its_answer_is_read(
             other.execute("SELECT FROM flotilla.runs WHERE id = %s FOR UPDATE NOWAIT", [identifier])
         return await genuine(connection, namespace, identifier)
 
-    monkeypatch.setattr(runs, "find", look)
+    monkeypatch.setattr(records, "find", look)
     await post(here, f"/runs/{run_id}/cancel", status=200)
 
 
@@ -357,7 +357,7 @@ async def test_what_fails_again_meanwhile_is_not_tried_again_by_the_same_request
     here: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = [(await here.run("give-up")).id for _ in range(3)]
-    monkeypatch.setattr(runs, "AT_ONCE", 1)
+    monkeypatch.setattr(records, "AT_ONCE", 1)
     again = (await post(here, "/runs:retry", {"action": "give-up"}, 200)).json()
     assert again == {"retried": 3, "more": False}
     for run_id in failed:

@@ -9,9 +9,9 @@ import psycopg
 import pytest
 
 from app.fleet.db.namespace import Lock
-from app.fleet.engine.actions import Action, Catalogue
-from app.fleet.engine.scheduler import LOCK_DUE, READ_UNLOCKED
-from app.fleet.engine.synchronise import synchronise
+from app.fleet.engine.actions.action import Action, Catalogue
+from app.fleet.engine.actions.synchronise import synchronise
+from app.fleet.engine.dispatch.scheduler import LOCK_DUE, READ_UNLOCKED
 from tests.support.runs import desk, soon
 from tests.support.table import NAMESPACE, Table, declare, table
 

@@ -7,15 +7,15 @@ from typing import cast
 
 import pytest
 
-from app.fleet.cluster.coordination import Coordination
+from app.fleet.background import Service, let_go, woken
 from app.fleet.cluster.member import Member
+from app.fleet.coordination.coordination import Coordination
 from app.fleet.db import dsn, migrations
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
-from app.fleet.engine.actions import Catalogue
+from app.fleet.engine.actions.action import Catalogue
 from app.fleet.engine.engine import Engine
-from app.fleet.phase import Course
-from app.fleet.service import Service, let_go, woken
+from app.fleet.lifecycle import Course
 from app.fleet.stream.stream import Stream
 from app.settings import Settings
 from tests.support.runs import soon

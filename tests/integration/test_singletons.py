@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from app.fleet import Held, singleton
-from app.fleet.cluster import singletons
-from app.fleet.cluster.singletons import Singletons
-from app.fleet.engine.actions import Catalogue
+from app.fleet.coordination import singletons
+from app.fleet.coordination.singletons import Singletons
+from app.fleet.engine.actions.action import Catalogue
 from app.fleet.errors import ActionInvalid
 from tests.support import trial_singletons
 from tests.support.runs import Desk, desk, soon

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from app.fleet import Fenced
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
 from tests.support.runs import desk
 from tests.support.table import declare, table
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import pytest
 
 from app.fleet import Run
-from app.fleet.engine import runs
 from app.fleet.engine.engine import Engine
-from app.fleet.engine.runs import RunRecord
-from app.fleet.engine.trigger import Order
+from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.runs import records
+from app.fleet.runs.records import RunRecord
 from tests.support.postgres import BOUND
 from tests.support.service import Running, service
 
@@ -60,7 +60,7 @@ class Desk:
     async def look(self, run_id: int) -> RunRecord:
         database = self.running.context.database
         async with database.connection() as connection:
-            return await runs.find(connection, database.namespace, run_id)
+            return await records.find(connection, database.namespace, run_id)
 
     async def ended(self, run_id: int, within: float = BOUND) -> RunRecord:
         return await self.until(run_id, *ENDED, within=within)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.fleet.duration import seconds, written
-from app.fleet.engine.schedule import HARDLY_LATE, MADE_UP_MOST, Schedule
+from app.fleet.engine.actions.schedule import HARDLY_LATE, MADE_UP_MOST, Schedule
 
 BERLIN = "Europe/Berlin"
 

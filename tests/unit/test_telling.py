@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
-from app.fleet.engine.actions import PRIORITIES
-from app.fleet.engine.telling import PLACES, heard
+from app.fleet.engine.actions.action import PRIORITIES
+from app.fleet.runs.notifications import PLACES, heard
 
 
 def test_each_place_is_heard_with_its_instant_to_the_microsecond() -> None:

@@ -11,9 +11,9 @@ from app.fleet.cli.terminal import AsJson, at, changing, connected, load, say, s
 from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine import overview
-from app.fleet.engine.actions import Catalogue
-from app.fleet.engine.overview import ActionRecord
+from app.fleet.engine.actions import admin
+from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.settings import FleetSettings
 
 COLUMNS = ("NAME", "SCHEDULE", "STATE", "NEXT RUN", "LAST RUN", "RUNNING ON", "STANDBY")
@@ -42,13 +42,13 @@ def actions_command(context: typer.Context, as_json: AsJson = False) -> None:
 @app.command()
 def pause(name: Name, as_json: AsJson = False) -> None:
     """Have nothing of an action scheduled or started, until it is resumed; triggers are accepted and wait."""
-    show(asyncio.run(change(load(), "actions pause", overview.pause, name)), as_json=as_json)
+    show(asyncio.run(change(load(), "actions pause", admin.pause, name)), as_json=as_json)
 
 
 @app.command()
 def resume(name: Name, as_json: AsJson = False) -> None:
     """Let a paused action go on, with its next slot and with the runs that wait."""
-    show(asyncio.run(change(load(), "actions resume", overview.resume, name)), as_json=as_json)
+    show(asyncio.run(change(load(), "actions resume", admin.resume, name)), as_json=as_json)
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def resume(name: Name, as_json: AsJson = False) -> None:
 
 async def everything(settings: FleetSettings) -> list[ActionRecord]:
     async with connected(settings) as (connection, namespace):
-        return await overview.find_all(connection, namespace, Catalogue.load(settings.actions))
+        return await admin.find_all(connection, namespace, Catalogue.load(settings.actions))
 
 
 async def change(settings: FleetSettings, command: str, what: Change, name: str) -> ActionRecord:
@@ -64,7 +64,7 @@ async def change(settings: FleetSettings, command: str, what: Change, name: str)
         async with connection.transaction():
             await commands.announce(connection, namespace, command, name)
             await what(connection, namespace, name)
-        return await overview.find(connection, namespace, Catalogue.load(settings.actions), name)
+        return await admin.find(connection, namespace, Catalogue.load(settings.actions), name)
 
 
 # -- showing ----------------------------------------------------------------------------------------------------------

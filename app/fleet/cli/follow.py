@@ -18,13 +18,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from app.fleet.cli.terminal import connected, one_line, out, own_name_as_typed, say, say_json, say_line, took, warn
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine import overview
-from app.fleet.engine.runs import RunRecord, find, find_all
+from app.fleet.engine.actions import admin
 from app.fleet.errors import DatabaseUnreachable, FeedOff, RunUnknown
+from app.fleet.runs import feed
+from app.fleet.runs.events import STATE, Written, read_all
+from app.fleet.runs.feed import Change
+from app.fleet.runs.records import RunRecord, find, find_all
 from app.fleet.settings import FleetSettings
-from app.fleet.stream import feed
-from app.fleet.stream.events import STATE, Written, read_all
-from app.fleet.stream.feed import Change
 
 EVERY = 0.2
 
@@ -249,7 +249,7 @@ class Everything(Following):
     async def _read_along(self, connection: Connection, namespace: Namespace) -> None:
         if not self.begun:
             if self._action is not None:
-                await overview.id_of(connection, namespace, self._action)
+                await admin.id_of(connection, namespace, self._action)
             given = await self._numbers.give(connection, namespace)
             while given.kept and not given.complete:
                 await asyncio.sleep(EVERY if given.busy else 0)

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from app.fleet.cli.terminal import AsJson, changing, connected, lasted, load, say, say_json, say_table
-from app.fleet.cluster import commands, holders
-from app.fleet.cluster.holders import LockRecord
+from app.fleet.cluster import commands
+from app.fleet.coordination.locks import admin
+from app.fleet.coordination.locks.admin import LockRecord
 from app.fleet.settings import FleetSettings
 
 COLUMNS = ("NAME", "TOKEN", "INSTANCE", "HOST", "PID", "HOLDER", "HELD", "EXPIRES", "WAITING")
@@ -42,13 +43,13 @@ def release(
 
 async def everything(settings: FleetSettings) -> Sequence[LockRecord]:
     async with connected(settings) as (connection, namespace):
-        return await holders.list_locks(connection, namespace)
+        return await admin.list_locks(connection, namespace)
 
 
 async def force(settings: FleetSettings, name: str, reason: str) -> LockRecord:
     async with changing(settings) as (connection, namespace), connection.transaction():
         await commands.announce(connection, namespace, "release", name)
-        return await holders.force(connection, namespace, name, reason=reason, by=commands.operator())
+        return await admin.force(connection, namespace, name, reason=reason, by=commands.operator())
 
 
 # -- showing ----------------------------------------------------------------------------------------------------------

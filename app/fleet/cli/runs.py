@@ -26,9 +26,10 @@ from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.duration import LONGEST_AGO, seconds, written
-from app.fleet.engine import overview, pages, runs
-from app.fleet.engine.pages import ListedRun
-from app.fleet.engine.runs import AGAIN, RunRecord, State
+from app.fleet.engine.actions import admin
+from app.fleet.runs import pages, records
+from app.fleet.runs.pages import ListedRun
+from app.fleet.runs.records import AGAIN, RunRecord, State
 from app.fleet.settings import FleetSettings
 
 LIMIT = 20
@@ -107,7 +108,7 @@ def show(
 @app.command()
 def cancel(run: RunId, as_json: AsJson = False) -> None:
     """Cancel a run: at once if it waits; if it runs, its instance is told."""
-    record = asyncio.run(do(load(), "runs cancel", runs.cancel, run))
+    record = asyncio.run(do(load(), "runs cancel", records.cancel, run))
     if as_json:
         say_json(record)
     elif record.state == "running":
@@ -119,7 +120,7 @@ def cancel(run: RunId, as_json: AsJson = False) -> None:
 @app.command()
 def retry(run: RunId, as_json: AsJson = False) -> None:
     """Have a run tried again that failed or was cancelled; one that waits for its time is tried now."""
-    record = asyncio.run(do(load(), "runs retry", runs.retry, run))
+    record = asyncio.run(do(load(), "runs retry", records.retry, run))
     if as_json:
         say_json(record)
     else:
@@ -166,7 +167,7 @@ Request = Callable[[Connection, Namespace, int], Awaitable[RunRecord]]
 
 async def look(settings: FleetSettings, run: int) -> RunRecord:
     async with connected(settings) as (connection, namespace):
-        return await runs.find(connection, namespace, run)
+        return await records.find(connection, namespace, run)
 
 
 async def do(settings: FleetSettings, command: str, request: Request, run: int) -> RunRecord:
@@ -177,17 +178,17 @@ async def do(settings: FleetSettings, command: str, request: Request, run: int) 
 
 async def revive(
     settings: FleetSettings, action: str, states: list[str], since: timedelta | None, until: timedelta | None
-) -> runs.Retried:
+) -> records.Retried:
     async with changing(settings) as (connection, namespace):
-        action_id = await overview.id_of(connection, namespace, action)
-        count = await runs.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
+        action_id = await admin.id_of(connection, namespace, action)
+        count = await records.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
         await commands.announce(connection, namespace, "runs retry-all", f"{action} {count.many} runs")
         return count
 
 
 async def newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[ListedRun]:
     async with connected(settings) as (connection, namespace):
-        action_id = None if action is None else await overview.id_of(connection, namespace, action)
+        action_id = None if action is None else await admin.id_of(connection, namespace, action)
         return await pages.find_page(connection, namespace, action_id=action_id, states=states, limit=limit)
 
 

@@ -17,13 +17,14 @@ import typer
 from app.fleet.cli.follow import follow
 from app.fleet.cli.terminal import AsJson, changing, load, own_name_as_typed, say, say_json
 from app.fleet.cluster import commands
-from app.fleet.engine import overview, runs
-from app.fleet.engine.actions import PRIORITIES, Catalogue
-from app.fleet.engine.overview import ActionRecord
-from app.fleet.engine.runs import RunRecord
-from app.fleet.engine.synchronise import learn_ids
-from app.fleet.engine.trigger import Order, insert, prepare
+from app.fleet.engine.actions import admin
+from app.fleet.engine.actions.action import PRIORITIES, Catalogue
+from app.fleet.engine.actions.admin import ActionRecord
+from app.fleet.engine.actions.synchronise import learn_ids
+from app.fleet.engine.enqueue.trigger import Order, insert, prepare
 from app.fleet.errors import ActionUnknown, EngineError
+from app.fleet.runs import records
+from app.fleet.runs.records import RunRecord
 from app.fleet.settings import FleetSettings
 
 
@@ -77,8 +78,8 @@ async def insert_one(settings: FleetSettings, catalogue: Catalogue, order: Order
         async with connection.transaction():
             (done,) = await insert(connection, namespace, [prepared], "api")
             await commands.announce(connection, namespace, "trigger", f"{order.action} run {done.id}")
-        run = await runs.find(connection, namespace, done.id)
-        return Made(run, done.new, await overview.find(connection, namespace, catalogue, order.action))
+        run = await records.find(connection, namespace, done.id)
+        return Made(run, done.new, await admin.find(connection, namespace, catalogue, order.action))
 
 
 def described(made: Made, *, follow_it: bool) -> Iterator[str]:

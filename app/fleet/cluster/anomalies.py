@@ -25,17 +25,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 import psycopg
 
-from app.fleet.cluster.locks import RESERVED
+from app.fleet.background import Service, let_go
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.errors import DatabaseError
-from app.fleet.service import Service, let_go
 from app.fleet.telemetry.logs import events
 
 KINDS = (
@@ -54,33 +52,14 @@ EVERY = 30.0
 AFTER_DEFECT = 5.0
 LATE_MS = 3000
 APART = 2.0
-HELD_LONG = timedelta(minutes=10)
 # So many terms of leadership in so long that ended although the leader was to go on.
 FLAPS = 5
 FLAPPING = timedelta(minutes=10)
-# So long an overlap is shown.
-REMEMBERED = timedelta(days=1)
 
 log = events(__name__)
 
 ALLOWED_CONNECTIONS = Statement("""
 SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
-""")
-
-HELD_TOO_LONG = Statement("""
-SELECT name, instance, holder, acquired_at
-FROM {schema}.service_locks
-WHERE instance_id IS NOT NULL AND acquired_at < clock_timestamp() - %(long)s AND NOT starts_with(name, %(but)s)
-ORDER BY acquired_at
-LIMIT 100
-""")
-
-OVERLAPS = Statement("""
-SELECT DISTINCT ON (name) name, token, instance, other_token, other, found_at
-FROM {schema}.lock_overlaps
-WHERE found_at > clock_timestamp() - %(within)s
-ORDER BY name, id DESC
-LIMIT 100
 """)
 
 # The terms that ended, but for those that an instance ended itself because it leaves: the last term of one that drains
@@ -126,7 +105,7 @@ class Anomalies(Service):
         super().__init__()
         self._database = database
         self._member = member
-        self._checks: list[Check] = [of_instances, of_leadership, of_locks]
+        self._checks: list[Check] = [of_instances, of_leadership]
         self._known: dict[tuple[str, str], Anomaly] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -189,12 +168,6 @@ async def of_leadership(connection: Connection, namespace: Namespace, living: Se
     row = await (await connection.execute(namespace.sql(LOST_TERMS), {"within": FLAPPING})).fetchone()
     assert row is not None
     return [*leaderless(namespace.name, living), *flapping(namespace.name, *row)]
-
-
-async def of_locks(connection: Connection, namespace: Namespace, _: Sequence[Instance]) -> Iterable[Anomaly]:
-    long = await connection.execute(namespace.sql(HELD_TOO_LONG), {"long": HELD_LONG, "but": RESERVED})
-    twice = await connection.execute(namespace.sql(OVERLAPS), {"within": REMEMBERED})
-    return [*held_long(await long.fetchall()), *two_holders(await twice.fetchall())]
 
 
 def apart(living: Sequence[Instance]) -> Iterator[Anomaly]:
@@ -269,25 +242,3 @@ def not_returned(living: Sequence[Instance]) -> Iterator[Anomaly]:
                 f"code that holds a session open, or a connection that is never given back; when all are out, this "
                 f"instance answers 503",
             )
-
-
-def held_long(locks: Sequence[tuple[Any, ...]]) -> Iterator[Anomaly]:
-    for name, instance, holder, since in locks:
-        yield Anomaly(
-            "lock_held_long",
-            name,
-            since,
-            f"{instance} has held this lock{f' for {holder}' if holder else ''} since {since:%Y-%m-%d %H:%M:%S %Z}: "
-            f"see what it is at, and if it will not end, `flotilla release {name} --reason …`",
-        )
-
-
-def two_holders(overlaps: Sequence[tuple[Any, ...]]) -> Iterator[Anomaly]:
-    for name, token, instance, other_token, other, since in overlaps:
-        yield Anomaly(
-            "two_holders",
-            name,
-            since,
-            f"{other} was let in with the token {other_token} while {instance} still acted as its holder with the "
-            f"token {token}: what is guarded by it is in order all the same; see what else both of them did",
-        )

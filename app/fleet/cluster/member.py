@@ -16,6 +16,7 @@ from typing import Any
 
 import psycopg
 
+from app.fleet.background import Service
 from app.fleet.cluster.leader import Leader
 from app.fleet.cluster.link import DROP_PATIENCE, Callbacks, Figures, Link
 from app.fleet.cluster.registry import (
@@ -33,8 +34,7 @@ from app.fleet.db.dsn import Addresses
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
 from app.fleet.errors import FleetError
-from app.fleet.phase import Phase
-from app.fleet.service import Service
+from app.fleet.lifecycle import Phase
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs
 from app.fleet.telemetry.redaction import redact

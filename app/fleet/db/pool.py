@@ -52,11 +52,11 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
 
+from app.fleet.background import Service, let_go
 from app.fleet.db.dsn import READ_COMMITTED, Addresses, pool_application, with_options
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.preflight import MARK_IS_FREE
 from app.fleet.errors import DatabaseUnreachable
-from app.fleet.service import Service, let_go
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.redaction import redact

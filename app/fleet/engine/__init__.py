@@ -1,1 +1,1 @@
-"""Actions become runs."""
+"""What an instance does with runs."""

@@ -15,26 +15,27 @@ from datetime import timedelta
 
 import psycopg
 
-from app.fleet.cluster import coordination
-from app.fleet.cluster.coordination import Coordination
+from app.fleet.background import Service
 from app.fleet.cluster.member import Member
+from app.fleet.coordination import coordination
+from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
-from app.fleet.engine import once, recovery
-from app.fleet.engine.actions import Catalogue
-from app.fleet.engine.claim import LATER, Told
-from app.fleet.engine.executor import Executor
-from app.fleet.engine.lookout import Lookout
-from app.fleet.engine.retention import Retention
-from app.fleet.engine.scheduler import Scheduler
-from app.fleet.engine.synchronise import announce, synchronise
-from app.fleet.engine.telling import heard
-from app.fleet.engine.trigger import Triggers, current
+from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.synchronise import announce, synchronise
+from app.fleet.engine.dispatch.claim import LATER, Told
+from app.fleet.engine.dispatch.scheduler import Scheduler
+from app.fleet.engine.enqueue.trigger import Triggers, current
+from app.fleet.engine.execute.executor import Executor
+from app.fleet.engine.maintenance import rescuer
+from app.fleet.engine.maintenance.pruner import Retention
+from app.fleet.engine.maintenance.reconciler import Lookout
+from app.fleet.engine.once import once
 from app.fleet.errors import DatabaseError
-from app.fleet.phase import Course
-from app.fleet.service import Service
+from app.fleet.lifecycle import Course
+from app.fleet.runs import feed
+from app.fleet.runs.notifications import heard
 from app.fleet.settings import FleetSettings
-from app.fleet.stream import feed
 from app.fleet.stream.stream import Stream
 
 # How often a start tries to write its actions, if the server ends its transaction for another one.
@@ -68,8 +69,8 @@ class Engine:
         self._hub = stream.hub
         self._shared = shared
         self._feed_retention = timedelta(seconds=settings.feed_retention)
-        member.on_death(recovery.TakeBack(database.namespace))
-        shared.anomalies.add(recovery.stuck)
+        member.on_death(rescuer.TakeBack(database.namespace))
+        shared.anomalies.add(rescuer.stuck)
         shared.anomalies.add(once.stays_pending)
         member.on_lost(self.executor.drop)
         member.on_elected(self._elected)

@@ -13,18 +13,19 @@ from pydantic import TypeAdapter
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine import confirm, overview
-from app.fleet.engine.overview import ActionRecord
-from app.fleet.engine.runs import RunRecord
-from app.fleet.engine.trigger import Order, Triggered
+from app.fleet.engine.actions import admin
+from app.fleet.engine.actions.admin import ActionRecord
+from app.fleet.engine.enqueue import confirm
+from app.fleet.engine.enqueue.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown
 from app.fleet.http import idempotency
 from app.fleet.http.audit import about
 from app.fleet.http.auth import needs
+from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, answer, described, not_here, read, records
 from app.fleet.http.context import Context, InContext
 from app.fleet.http.idempotency import IdempotencyKey
-from app.fleet.http.orders import NEW_RUN, RUN, NewRun, answer, described, not_here, read, records
 from app.fleet.http.problems import refusals
+from app.fleet.runs.records import RunRecord
 
 router = APIRouter(prefix="/actions", tags=["actions"], dependencies=[Depends(needs())])
 
@@ -42,7 +43,7 @@ ACTION_LIST = TypeAdapter(ActionList)
 async def list_actions(context: InContext) -> Response:
     """List every action there is or was: its schedule, its last run, who runs it and who stands by."""
     async with context.database.connection() as connection:
-        found = await overview.find_all(connection, context.database.namespace, context.engine.catalogue)
+        found = await admin.find_all(connection, context.database.namespace, context.engine.catalogue)
     return answer(ACTION_LIST, ActionList(found))
 
 
@@ -80,13 +81,13 @@ async def trigger_action(
 @router.post("/{name}/pause", response_model=ActionRecord)
 async def pause_action(name: str, context: InContext) -> Response:
     """Have nothing of it scheduled or claimed. Runs that are triggered meanwhile wait."""
-    return await change(context, name, overview.pause)
+    return await change(context, name, admin.pause)
 
 
 @router.post("/{name}/resume", response_model=ActionRecord)
 async def resume_action(name: str, context: InContext) -> Response:
     """Go on, with the next slot after now and with the runs that wait."""
-    return await change(context, name, overview.resume)
+    return await change(context, name, admin.resume)
 
 
 async def trigger(context: Context, order: Order, key: str | None) -> Triggered:
@@ -112,4 +113,4 @@ async def change(context: Context, name: str, how: Callable[[Connection, Namespa
 
 
 async def shown(context: Context, connection: Connection, name: str) -> Response:
-    return answer(ACTION, await overview.find(connection, context.database.namespace, context.engine.catalogue, name))
+    return answer(ACTION, await admin.find(connection, context.database.namespace, context.engine.catalogue, name))

@@ -6,15 +6,15 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from app.fleet.cluster.coordination import Coordination
 from app.fleet.cluster.member import Member
+from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.pool import Database
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.problems import Unavailable
 from app.fleet.http.readiness import Readiness
 from app.fleet.http.refusals import Refusals
-from app.fleet.phase import Course
+from app.fleet.lifecycle import Course
 from app.fleet.server import Connections
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.channel import Turns

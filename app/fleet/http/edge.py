@@ -38,7 +38,7 @@ from app.fleet.errors import FleetError
 from app.fleet.http import audit, auth
 from app.fleet.http.context import Context
 from app.fleet.http.problems import KINDS, Forbidden, HttpError, PayloadTooLarge, Unavailable, problem
-from app.fleet.phase import Phase
+from app.fleet.lifecycle import Phase
 from app.fleet.telemetry.logs import PROBES, events, request_id
 
 log = events(__name__)

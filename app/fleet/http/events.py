@@ -37,15 +37,15 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.responses import StreamingResponse
 
-from app.fleet.engine import overview
+from app.fleet.engine.actions import admin
 from app.fleet.http.auth import key_of, needs
 from app.fleet.http.context import Context, InContext
 from app.fleet.http.edge import RETRY_MS
 from app.fleet.http.problems import HttpError, Unavailable, refusals
 from app.fleet.http.runs import RunId, number_of, states_of
+from app.fleet.runs.events import DONE, STATE, Written
+from app.fleet.runs.feed import Batch
 from app.fleet.stream.channel import Following, Turns
-from app.fleet.stream.events import DONE, STATE, Written
-from app.fleet.stream.feed import Batch
 from app.fleet.stream.hub import Hub
 
 router = APIRouter(tags=["events"], dependencies=[Depends(needs())])
@@ -179,7 +179,7 @@ async def wanted_actions(
     wanted = set()
     for name in action or ():
         if (identifier := await context.stream.hub.id_of(name)) is None:
-            raise overview.unknown(name)
+            raise admin.unknown(name)
         wanted.add(identifier)
     return wanted
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from app.fleet.cluster.holders import REASON_MOST
-from app.fleet.cluster.options import NAME_MOST
+from app.fleet.coordination.locks.admin import REASON_MOST
+from app.fleet.coordination.validation import NAME_MOST
 from app.fleet.duration import LONGEST_AGO, seconds, written
-from app.fleet.engine.trigger import EARLIEST, KEY_MOST, LATEST
+from app.fleet.engine.enqueue.trigger import EARLIEST, KEY_MOST, LATEST
 
 strictly = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from app.fleet.cluster.registry import Instance
 from app.fleet.http.auth import needs
 from app.fleet.http.context import InContext
-from app.fleet.phase import Phase
+from app.fleet.lifecycle import Phase
 
 probes = APIRouter(prefix="/health", tags=["health"])
 cluster = APIRouter(prefix="/health", tags=["health"], dependencies=[Depends(needs("read"))])

@@ -29,7 +29,7 @@ from fastapi import Header
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection, Database
-from app.fleet.engine.trigger import Order, take_turn
+from app.fleet.engine.enqueue.trigger import Order, take_turn
 from app.fleet.errors import KeyInFlight, KeyReused
 from app.fleet.http.fields import Key
 

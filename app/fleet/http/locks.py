@@ -6,12 +6,12 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import TypeAdapter
 
-from app.fleet.cluster import holders
-from app.fleet.cluster.holders import LockRecord
+from app.fleet.coordination.locks import admin
+from app.fleet.coordination.locks.admin import LockRecord
 from app.fleet.http.auth import key_of, name_of_key, needs
+from app.fleet.http.bodies import answer
 from app.fleet.http.context import InContext
 from app.fleet.http.fields import LockName, ReleaseReason
-from app.fleet.http.orders import answer
 from app.fleet.http.problems import refusals
 
 router = APIRouter(prefix="/locks", tags=["locks"], dependencies=[Depends(needs())])
@@ -30,7 +30,7 @@ LOCK_LIST = TypeAdapter(LockList)
 async def list_locks(context: InContext) -> Response:
     """List the locks that are held: by whom, since when, with which token, and how many wait."""
     async with context.database.connection() as connection:
-        return answer(LOCK_LIST, LockList(list(await holders.list_locks(connection, context.database.namespace))))
+        return answer(LOCK_LIST, LockList(list(await admin.list_locks(connection, context.database.namespace))))
 
 
 @router.delete(
@@ -45,5 +45,5 @@ async def release(
     """Release a lock whoever holds it. What its holder still guards by it is refused; who did it, and why, is kept."""
     by = f"API key {key}" if (key := name_of_key(context, key_of(request))) else "the API, without a key"
     async with context.database.connection() as connection:
-        record = await holders.force(connection, context.database.namespace, name, reason=reason, by=by)
+        record = await admin.force(connection, context.database.namespace, name, reason=reason, by=by)
     return answer(LOCK, record)

@@ -7,11 +7,11 @@ from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from app.fleet.cluster import anomalies
-from app.fleet.engine.ledger import OUTCOMES, WRITES
+from app.fleet.engine.execute.writer import OUTCOMES, WRITES
 from app.fleet.http.auth import needs
 from app.fleet.http.context import Context, InContext
 from app.fleet.http.refusals import Reason
-from app.fleet.phase import Phase
+from app.fleet.lifecycle import Phase
 from app.fleet.server import REASONS
 from app.fleet.telemetry.metrics import Figures, Value
 

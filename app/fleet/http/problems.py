@@ -30,7 +30,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
 from app.fleet.db.pool import DatabaseAway
-from app.fleet.engine.confirm import broke_off, is_away
+from app.fleet.engine.enqueue.confirm import broke_off, is_away
 from app.fleet.errors import (
     ActionUnknown,
     AlreadyActive,

@@ -15,18 +15,14 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from app.fleet.engine import confirm, overview, pages, runs
-from app.fleet.engine.pages import ListedRun
-from app.fleet.engine.runs import Again, RunRecord, State
-from app.fleet.engine.trigger import Order, Triggered
+from app.fleet.engine.actions import admin
+from app.fleet.engine.enqueue import confirm
+from app.fleet.engine.enqueue.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown, PayloadInvalid, RunUnknown
 from app.fleet.http import idempotency
 from app.fleet.http.audit import about
 from app.fleet.http.auth import needs
-from app.fleet.http.context import Context, InContext
-from app.fleet.http.fields import Ago
-from app.fleet.http.idempotency import IdempotencyKey
-from app.fleet.http.orders import (
+from app.fleet.http.bodies import (
     NEW_RUNS,
     RUN,
     BatchedRun,
@@ -38,7 +34,14 @@ from app.fleet.http.orders import (
     read,
     records,
 )
+from app.fleet.http.context import Context, InContext
+from app.fleet.http.fields import Ago
+from app.fleet.http.idempotency import IdempotencyKey
 from app.fleet.http.problems import HttpError, refusals
+from app.fleet.runs import pages
+from app.fleet.runs import records as runs
+from app.fleet.runs.pages import ListedRun
+from app.fleet.runs.records import Again, RunRecord, State
 from app.fleet.stream.relay import CHANGED
 
 router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
@@ -122,7 +125,7 @@ async def retry_many(request: Request, context: InContext) -> Response:
     wanted = await read(request, RETRY_WANTED)
     namespace = context.database.namespace
     async with context.database.autocommit() as connection:
-        action_id = await overview.id_of(connection, namespace, wanted.action)
+        action_id = await admin.id_of(connection, namespace, wanted.action)
         done = await runs.retry_many(
             connection,
             namespace,
@@ -149,7 +152,7 @@ async def list_runs(
     states, before = states_of(state or ()), before_of(cursor)
     namespace = context.database.namespace
     async with context.database.connection() as connection:
-        action_id = None if action is None else await overview.id_of(connection, namespace, action)
+        action_id = None if action is None else await admin.id_of(connection, namespace, action)
         # One more than wanted says whether there is another page.
         found = await pages.find_page(
             connection, namespace, action_id=action_id, states=states, limit=limit + 1, before=before

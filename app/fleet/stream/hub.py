@@ -30,13 +30,13 @@ from typing import Generic, TypeVar
 
 import psycopg
 
+from app.fleet.background import Service, let_go, woken
 from app.fleet.db.pool import Connection, Database, DatabaseAway
 from app.fleet.errors import DatabaseError, EventUnknown, FeedOff, RunUnknown
-from app.fleet.service import Service, let_go, woken
-from app.fleet.stream import feed
+from app.fleet.runs import feed
+from app.fleet.runs.events import MOST, Chapter, Written, read_all
+from app.fleet.runs.feed import Batch, Given
 from app.fleet.stream.channel import Channel, Following, Numbered, Page, Turns
-from app.fleet.stream.events import MOST, Chapter, Written, read_all
-from app.fleet.stream.feed import Batch, Given
 from app.fleet.stream.relay import STILL, Relay
 from app.fleet.telemetry.logs import events
 

@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterable
 
 import psycopg
 
+from app.fleet.background import Service, let_go
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.errors import DatabaseError
-from app.fleet.service import Service, let_go
 from app.fleet.telemetry.logs import events
 
 SPACING = 0.02

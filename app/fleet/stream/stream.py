@@ -7,9 +7,9 @@ following:                      a client follows something, so that notification
 
 from collections.abc import Sequence
 
+from app.fleet.background import Service
 from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
-from app.fleet.service import Service
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import CHANGED, FOLLOWING, SAID, Relay
 

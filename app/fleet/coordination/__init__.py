@@ -1,0 +1,1 @@
+"""What instances share beside runs: locks, limits, breakers, singletons."""

@@ -1,0 +1,1 @@
+"""Actions: how they are declared, scheduled, written to the database, and administrated."""

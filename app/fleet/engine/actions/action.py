@@ -1,0 +1,340 @@
+"""Actions: functions the service can run, and how each wants to be run.
+
+    @action("feed-monitor", every="60s", overlap="skip", timeout="5m")
+    async def feed_monitor(run: Run) -> None: ...
+
+The decorator checks everything at once, so that a service with a mistake in it does not start. There is no list that
+it adds to: `Catalogue.load` imports the modules of `FLOTILLA_ACTIONS`, with everything inside them, and takes the
+actions it finds there. Two actions of one name are refused, because either could be the one that runs.
+
+An action is a function still: calling it calls the function, which is how it is tested without an engine.
+"""
+
+import importlib
+import inspect
+import math
+import pkgutil
+import re
+import typing
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Generic, Self, TypeVar, cast
+
+import pydantic_core
+from pydantic import TypeAdapter, ValidationError
+
+from app.fleet.coordination.rate import Rate
+from app.fleet.coordination.singletons import Singleton
+from app.fleet.db.stored_json import why_unreadable
+from app.fleet.duration import LONGEST, Duration, seconds, written
+from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
+from app.fleet.engine.execute.run import P, Run
+from app.fleet.errors import ActionInvalid, ActionUnknown, PayloadInvalid, SettingsError
+from app.fleet.validation import wrong_parts
+
+Handler = Callable[[Any], Any]
+
+NAME = re.compile(r"[a-z][a-z0-9._-]{0,99}")
+PRIORITIES = range(-1000, 1001)
+# What a payload may have, in characters of JSON.
+PAYLOAD_MOST = 1_048_576
+
+
+@dataclass(frozen=True)
+class Action(Generic[P]):
+    """A named function and its options; what `@action` makes."""
+
+    name: str
+    handler: Handler
+    payload_type: Any = dict[str, Any]
+    schedule: Schedule | None = None
+    misfire: Misfire = "once"
+    overlap: Overlap = "allow"
+    retries: int = 3
+    retry_delay: float = 1.0
+    retry_most: float = 600.0
+    timeout: float = 3600.0
+    concurrency: int | None = None
+    rate: Rate | None = None
+    priority: int = 0
+    retention: float = 7 * 86400.0
+    summary: str = ""
+    blocking: bool = False
+    adapter: TypeAdapter[Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "adapter", TypeAdapter(self.payload_type))
+
+    def __call__(self, run: Run[P]) -> Any:
+        return self.handler(run)
+
+    @property
+    def place(self) -> str:
+        return f"{self.handler.__module__}.{self.handler.__qualname__}"
+
+    @property
+    def max_attempts(self) -> int:
+        return self.retries + 1
+
+    @property
+    def limited(self) -> bool:
+        """How many run, or start, depends on what the whole cluster does."""
+        return self.at_once is not None or self.rate is not None
+
+    @property
+    def at_once(self) -> int | None:
+        """How many may run at once in the whole cluster: with `overlap="queue"`, one after another."""
+        return 1 if self.overlap == "queue" else self.concurrency
+
+    @property
+    def plain(self) -> bool:
+        """Its payload is any JSON object."""
+        return bool(self.payload_type == dict[str, Any])
+
+    def encode(self, payload: Any) -> str | None:
+        """Check a payload against the action's type and write it as JSON; nothing for an empty one."""
+        if self.plain and (payload is None or payload == {}):
+            return None
+        try:
+            given = {} if payload is None else payload
+            if self.plain and not isinstance(given, dict):
+                given = pydantic_core.to_jsonable_python(given)
+            checked = self.adapter.validate_python(given)
+            text = self.adapter.dump_json(checked, by_alias=True).decode()
+            if "null" in text and has_no_json(self.adapter.dump_python(checked, by_alias=True)):
+                raise PayloadInvalid(f"the payload of {self.name!r} has a number that JSON has not: NaN or infinity")
+        except ValidationError as error:
+            raise payload_invalid(self.name, error) from None
+        except (pydantic_core.PydanticSerializationError, UnicodeError, RecursionError) as error:
+            raise PayloadInvalid(f"the payload of {self.name!r} cannot be written as JSON: {error}") from None
+        if len(text) > PAYLOAD_MOST:
+            raise PayloadInvalid(
+                f"the payload of {self.name!r} is {len(text)} characters of JSON, and may have {PAYLOAD_MOST}: keep it "
+                f"elsewhere, and a key here"
+            )
+        if why := why_unreadable(text):
+            raise PayloadInvalid(f"the payload of {self.name!r} cannot be stored as JSON: {why}")
+        return None if text == "{}" else text
+
+    def decode(self, text: str | None) -> P:
+        try:
+            return cast("P", self.adapter.validate_json(text or "{}"))
+        except ValidationError as error:
+            raise payload_invalid(self.name, error) from None
+
+
+def has_no_json(value: Any) -> bool:
+    """Find NaN and infinity, which would be written as null."""
+    if isinstance(value, dict):
+        return any(has_no_json(each) for each in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(has_no_json(each) for each in value)
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def payload_invalid(name: str, error: ValidationError) -> PayloadInvalid:
+    """Say which field is wrong, and never repeat what was sent."""
+    errors = [
+        {"field": ".".join(["payload", *(str(step) for step in part.place)]), "message": part.message}
+        for part in wrong_parts(error)
+    ]
+    text = "; ".join(f"{each['field']}: {each['message']}" for each in errors[:3])
+    return PayloadInvalid(f"the payload does not fit the action {name!r}: {text}", errors)
+
+
+# -- declaring --------------------------------------------------------------------------------------------------------
+
+AsyncHandler = Callable[[Run[P]], Awaitable[Any]]
+AnyHandler = AsyncHandler[P] | Callable[[Run[P]], Any]
+
+
+def action(
+    name: str,
+    *,
+    every: Duration | None = None,
+    cron: str | None = None,
+    timezone: str = "UTC",
+    jitter: Duration | None = None,
+    misfire: Misfire = "once",
+    overlap: Overlap = "allow",
+    retries: int = 3,
+    retry_delay: Duration = "1s",
+    retry_most: Duration = "10m",
+    timeout: Duration = "1h",
+    concurrency: int | None = None,
+    rate: str | None = None,
+    priority: int = 0,
+    retention: Duration = "7d",
+) -> Callable[[AnyHandler[P]], Action[P]]:
+    """Make a function an action of the service. docs/reference/actions.md has every option."""
+
+    def declare(handler: AnyHandler[P]) -> Action[P]:
+        try:
+            check(name, misfire, overlap, retries, concurrency, priority)
+            declared: Action[P] = Action(
+                name=name,
+                handler=handler,
+                payload_type=payload_type(handler),
+                schedule=Schedule.of(every, cron, timezone, jitter),
+                misfire=misfire,
+                overlap=overlap,
+                retries=retries,
+                retry_delay=positive("retry_delay", retry_delay),
+                retry_most=positive("retry_most", retry_most),
+                timeout=positive("timeout", timeout),
+                concurrency=concurrency,
+                rate=None if rate is None else Rate.parse(rate),
+                priority=priority,
+                retention=positive("retention", retention),
+                summary=(inspect.getdoc(handler) or "").partition("\n")[0],
+                blocking=not inspect.iscoroutinefunction(handler),
+            )
+            if declared.schedule is not None:
+                check_without_payload(declared)
+        except ValueError as error:
+            place = f"{handler.__module__}.{handler.__qualname__}"
+            raise ActionInvalid(f"the action {name!r} ({place}) is declared wrongly: {error}") from error
+        return declared
+
+    return declare
+
+
+def check(name: str, misfire: Misfire, overlap: Overlap, retries: int, concurrency: int | None, priority: int) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            "a name is a lower-case letter, then up to 99 lower-case letters, digits, dots, hyphens and underscores"
+        )
+    for option, value, allowed in (
+        ("misfire", misfire, typing.get_args(Misfire)),
+        ("overlap", overlap, typing.get_args(Overlap)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"`{option}` is {value!r}, and must be one of {', '.join(map(repr, allowed))}")
+    if not isinstance(retries, int) or not 0 <= retries <= 1000:
+        raise ValueError(f"`retries` is {retries!r}, and must be from 0 to 1000")
+    if concurrency is not None and (not isinstance(concurrency, int) or concurrency < 1):
+        raise ValueError(f"`concurrency` is {concurrency!r}, and must be 1 or more; to stop an action, pause it")
+    if not isinstance(priority, int) or priority not in PRIORITIES:
+        raise ValueError(f"`priority` is {priority!r}, and must be from {PRIORITIES[0]} to {PRIORITIES[-1]}")
+
+
+def check_without_payload(declared: Action[Any]) -> None:
+    try:
+        declared.encode(None)
+    except PayloadInvalid as error:
+        raise ValueError(f"on a schedule it is given no payload, so each field needs a default: {error}") from None
+
+
+def positive(option: str, duration: Duration) -> float:
+    try:
+        value = seconds(duration)
+    except ValueError as error:
+        raise ValueError(f"`{option}`: {error}") from error
+    if not 0 < value <= LONGEST:
+        raise ValueError(f"`{option}` is {value:g} s, and must be more than 0 and at most {written(LONGEST)}")
+    return value
+
+
+def payload_type(handler: Handler) -> Any:
+    """Read the type of the payload from the annotation: `Run[Filing]`; a plain `Run` has any JSON object."""
+    if inspect.isasyncgenfunction(handler) or inspect.isgeneratorfunction(handler):
+        raise ValueError("an action cannot be a generator: use `run.emit` to tell what happens")
+    parameters = list(inspect.signature(handler).parameters.values())
+    if len([each for each in parameters if each.default is each.empty]) != 1:
+        raise ValueError("an action takes one argument, the run: `async def name(run: Run) -> None`")
+    try:
+        hints = typing.get_type_hints(handler)
+    except NameError as error:
+        raise ValueError(f"its annotations cannot be read: {error}") from error
+    annotation = hints.get(parameters[0].name, Run)
+    if annotation is Run or annotation is inspect.Parameter.empty:
+        return dict[str, Any]
+    if typing.get_origin(annotation) is not Run:
+        raise ValueError(f"its argument is a `Run` or a `Run[Payload]`, and not {annotation!r}")
+    return typing.get_args(annotation)[0]
+
+
+# -- finding them -----------------------------------------------------------------------------------------------------
+
+
+Declared = TypeVar("Declared", Action[Any], Singleton)
+
+
+class Catalogue:
+    """The actions of this instance's code, by name; by id once they are in the database (`synchronise.py`)."""
+
+    def __init__(self, actions: Mapping[str, Action[Any]], singletons: Mapping[str, Singleton] | None = None) -> None:
+        self._by_name = dict(actions)
+        self.singletons = list((singletons or {}).values())
+        self._by_id: dict[int, Action[Any]] = {}
+        self._ids: dict[str, int] = {}
+
+    @classmethod
+    def load(cls, modules: Sequence[str]) -> Self:
+        """Import these modules, packages with all they contain, and take their actions."""
+        actions: dict[str, Action[Any]] = {}
+        singletons: dict[str, Singleton] = {}
+        for module in (each for name in modules for each in imported(name)):
+            for value in vars(module).values():
+                if isinstance(value, Action):
+                    keep(actions, value, "two actions are called")
+                elif isinstance(value, Singleton):
+                    keep(singletons, value, "two singletons are called")
+        return cls(actions, singletons)
+
+    def __iter__(self) -> Iterator[Action[Any]]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def number(self, ids: Mapping[str, int]) -> None:
+        """Learn the ids that the database gave."""
+        self._ids = dict(ids)
+        self._by_id = {ids[name]: each for name, each in self._by_name.items() if name in ids}
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self._by_id)
+
+    def id_of(self, name: str) -> int:
+        action = self[name]
+        try:
+            return self._ids[action.name]
+        except KeyError:
+            raise ActionUnknown(
+                f"the action {name!r} is in the code and not in the database yet: the first instance that starts with "
+                f"it brings it there (`flotilla up`)"
+            ) from None
+
+    def of_id(self, identifier: int) -> Action[Any] | None:
+        return self._by_id.get(identifier)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> Action[Any]:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise ActionUnknown(f"there is no action {name!r}: `flotilla actions` or GET /actions lists them") from None
+
+
+def keep(found: dict[str, Declared], value: Declared, two_are_called: str) -> None:
+    other = found.setdefault(value.name, value)
+    if other is not value:
+        raise ActionInvalid(f"{two_are_called} {value.name!r}: {other.place} and {value.place}; rename one")
+
+
+def imported(name: str) -> Iterator[ModuleType]:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise SettingsError(f"FLOTILLA_ACTIONS names {name!r}, and there is no such module") from error
+        raise
+    yield module
+    if hasattr(module, "__path__"):
+        for each in sorted(pkgutil.walk_packages(module.__path__, f"{name}."), key=lambda found: found.name):
+            yield importlib.import_module(each.name)

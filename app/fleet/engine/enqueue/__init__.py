@@ -1,0 +1,1 @@
+"""How a run comes to be: triggers, keys, and triggers whose outcome is known."""

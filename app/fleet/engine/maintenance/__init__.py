@@ -1,0 +1,1 @@
+"""What notifications missed, what dead instances left, and what is old: the reconciler, the rescuer, the pruner."""

@@ -1,0 +1,194 @@
+"""Pages of runs: newest first, found by an index, with an extract of what a run carries.
+
+A run may carry megabytes: its payload, its result, its progress, the text of its error. A list has each of them whole
+if its text has at most `WHOLE_MOST` bytes. Otherwise the field is null, and `truncated` has the first `EXTRACT`
+characters of its text under the field's name. PostgreSQL cuts them, so nothing larger is sent or held. `runs.find` has
+the whole run.
+
+A page is found in two steps of one statement, which sees one moment. The first step reads ids alone, backwards along an
+index, and stops after a page; the second reads those runs.
+
+    filter                          index
+    none                            the primary keys
+    action                          runs_pending_newest, runs_running; finished_runs_action_state, once for each state
+    action and state                the one of these that belongs to the state
+    pending                         the primary key of `runs`: nearly every run there is pending
+    running                         runs_running: all of them, as many as all instances run at once
+    failed, cancelled               finished_runs_unwell
+    succeeded                       the primary key of `finished_runs`: passes the runs between that did not succeed
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from psycopg.rows import class_row
+
+from app.fleet.db.namespace import Namespace, Statement
+from app.fleet.db.pool import Connection
+from app.fleet.db.stored_json import StoredJsonLoader
+from app.fleet.runs.records import ACTIVE, RunRecord, State
+
+WHOLE_MOST = 1024
+EXTRACT = 200
+# Greater than any id.
+NEWEST = 2**63 - 1
+# What a stored value takes beside its text; a compressed one takes less than its text.
+HEADER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun(RunRecord):
+    """A run in a list. A long payload, result, error or progress is null, and `truncated` has its beginning."""
+
+    truncated: Mapping[str, str]
+
+
+def listed(table: str, result: str, finished_at: str) -> str:
+    """Return the statement that reads runs of a table as a list shows them."""
+    return f"""
+    SELECT r.id, a.name AS action, r.state, r.trigger,
+           CASE WHEN r.payload IS NULL THEN '{{}}' WHEN short.payload THEN r.payload END AS payload,
+           r.scheduled_for, r.run_at, r.order_key AS order_by, r.attempt, r.max_attempts, r.instance,
+           CASE WHEN short.result THEN {result} END AS result,
+           CASE WHEN short.error THEN r.error END AS error,
+           CASE WHEN short.progress THEN r.progress END AS progress,
+           r.created_at, r.started_at, {finished_at} AS finished_at,
+           CASE WHEN false IN (short.payload, short.result, short.error, short.progress)
+                THEN json_strip_nulls(json_build_object(
+                    'payload', CASE WHEN NOT short.payload THEN left(r.payload::text, {EXTRACT}) END,
+                    'result', CASE WHEN NOT short.result THEN left({result}::text, {EXTRACT}) END,
+                    'error', CASE WHEN NOT short.error THEN left(r.error, {EXTRACT}) END,
+                    'progress', CASE WHEN NOT short.progress THEN left(r.progress::text, {EXTRACT}) END
+                ))
+                ELSE '{{}}' END AS truncated
+    FROM {{schema}}.{table} AS r
+    JOIN {{schema}}.actions AS a ON a.id = r.action_id, LATERAL (
+        SELECT {is_short("r.payload")} AS payload, {is_short(result)} AS result,
+               {is_short("r.error")} AS error, {is_short("r.progress")} AS progress
+        OFFSET 0
+    ) AS short
+    """
+
+
+def is_short(column: str) -> str:
+    """The stored size first, which costs nothing to read: only a value that may be short is read here."""
+    return f"pg_column_size({column}) <= {WHOLE_MOST + HEADER} AND octet_length({column}::text) <= {WHOLE_MOST}"
+
+
+FROM_ACTIVE = listed("runs", "NULL::json", "NULL::timestamptz")
+FROM_FINISHED = listed("finished_runs", "r.result", "r.finished_at")
+LIST = Statement(f"{FROM_ACTIVE} WHERE r.id = ANY (%(ids)s) UNION ALL {FROM_FINISHED} WHERE r.id = ANY (%(ids)s)")
+
+
+def page_sql(*, of_action: bool, states: Sequence[str]) -> Statement:
+    """Return the statement of a page with this filter."""
+    return Statement(f"""
+WITH page AS MATERIALIZED (
+    SELECT id FROM ({" UNION ALL ".join(sides(of_action, states))}) AS side ORDER BY id DESC LIMIT %(limit)s
+)
+{FROM_ACTIVE} WHERE r.id = ANY (ARRAY(SELECT id FROM page))
+UNION ALL
+{FROM_FINISHED} WHERE r.id = ANY (ARRAY(SELECT id FROM page))
+ORDER BY id DESC
+""")
+
+
+def sides(of_action: bool, states: Sequence[str]) -> Iterator[str]:
+    """Yield a statement for each index that is read: the newest ids before `before`."""
+    if not of_action and not states:
+        yield from (side(table, "TRUE") for table in ("runs", "finished_runs"))
+    for state in get_args(State):
+        if state not in states and not (of_action and not states):
+            continue
+        table = "runs" if state in ACTIVE else "finished_runs"
+        # The state is written out: for most of them there is an index of those rows alone.
+        is_state = f"r.state = '{state}'"
+        if state == "running":
+            yield running(f"{is_state} AND r.action_id = %(action_id)s" if of_action else is_state)
+        elif not of_action:
+            yield side(table, is_state)
+        elif state == "pending":
+            yield side_of_action(table, is_state, "r.action_id", "%(action_id)s")
+        else:
+            yield side_of_action(table, "TRUE", "r.action_id, r.state", f"%(action_id)s, '{state}'")
+
+
+def side(table: str, where: str) -> str:
+    return f"""(
+        SELECT r.id
+        FROM {{schema}}.{table} AS r
+        WHERE {where} AND r.id < %(before)s
+        ORDER BY r.id DESC
+        LIMIT %(limit)s
+    )"""
+
+
+def side_of_action(table: str, where: str, columns: str, values: str) -> str:
+    """Read along the index of these columns and the id.
+
+    Written as a range, without an equals sign: otherwise the planner may read the primary key backwards and pass all
+    runs of other actions, because it takes an action's runs for spread evenly.
+    """
+    descending = columns.replace(",", " DESC,")
+    return f"""(
+        SELECT r.id
+        FROM {{schema}}.{table} AS r
+        WHERE {where} AND ({columns}, r.id) > ({values}, 0) AND ({columns}, r.id) < ({values}, %(before)s)
+        ORDER BY {descending} DESC, r.id DESC
+        LIMIT %(limit)s
+    )"""
+
+
+def running(where: str) -> str:
+    """Read all running runs by their own index, then sort: their ids may lie anywhere among those that wait.
+
+    `OFFSET 0` keeps the planner from reading the primary key backwards, past every run that waits.
+    """
+    return f"""(
+        SELECT id
+        FROM (SELECT r.id FROM {{schema}}.runs AS r WHERE {where} AND r.id < %(before)s OFFSET 0) AS running
+        ORDER BY id DESC
+        LIMIT %(limit)s
+    )"""
+
+
+def filter_name(*, of_action: bool, states: Sequence[str]) -> str:
+    return f"{'action' if of_action else 'all'}_{'_'.join(states) or 'newest'}"
+
+
+# The statements of every filter with at most one state. A list of several states is rare: its statement is built.
+PAGES = {
+    filter_name(of_action=of_action, states=states): page_sql(of_action=of_action, states=states)
+    for of_action in (False, True)
+    for states in ((), *((state,) for state in get_args(State)))
+}
+
+
+async def find_page(
+    connection: Connection,
+    namespace: Namespace,
+    *,
+    action_id: int | None = None,
+    states: Sequence[str] = (),
+    limit: int = 50,
+    before: int | None = None,
+) -> list[ListedRun]:
+    """Return a page of runs, newest first; `before` is the last id of the page that came earlier."""
+    of_action = action_id is not None
+    name = filter_name(of_action=of_action, states=states)
+    statement = PAGES[name] if name in PAGES else page_sql(of_action=of_action, states=states)
+    values = {"action_id": action_id, "limit": limit, "before": NEWEST if before is None else before}
+    async with connection.cursor(row_factory=class_row(ListedRun)) as cursor:
+        cursor.adapters.register_loader("json", StoredJsonLoader)
+        # Planned for these very values: a plan for any action and any limit may read whole tables.
+        await cursor.execute(namespace.sql(statement), values, prepare=False)
+        return await cursor.fetchall()
+
+
+async def find_listed(connection: Connection, namespace: Namespace, identifiers: Sequence[int]) -> list[ListedRun]:
+    """Return these runs as a list shows them, in any order."""
+    async with connection.cursor(row_factory=class_row(ListedRun)) as cursor:
+        cursor.adapters.register_loader("json", StoredJsonLoader)
+        await cursor.execute(namespace.sql(LIST), {"ids": list(identifiers)})
+        return await cursor.fetchall()
