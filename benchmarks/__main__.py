@@ -48,7 +48,7 @@ from benchmarks import (
 )
 from benchmarks.conditions import two_cores
 from tests.support import fleet
-from tests.support.slipway import Slipway
+from tests.support.slipway import ForkServer
 
 ALL = {
     "throughput": throughput.run,
@@ -80,7 +80,7 @@ def main() -> None:
     two_cores()
     if given.short:
         # To see that it works, instances may come from where those of the tests do, on a server that is as new.
-        fleet.slipway = Slipway()
+        fleet.slipway = ForkServer()
         conditions.SEGMENTS = 0
     # The service configures the log of the process it is in, and then every request of ours is in it.
     logging.getLogger("httpx").setLevel(logging.WARNING)

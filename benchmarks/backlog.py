@@ -27,7 +27,7 @@ import uvloop
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine.dispatch.claim import Claimant, Place, Spot
+from app.fleet.engine.dispatch.claim import Claimant, Place, Queue
 from app.fleet.engine.enqueue.trigger import INSERT
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import distribution, percentile, verdict
@@ -60,7 +60,7 @@ class Timed(Claimant):
     seconds: list[float]
 
     async def claim(
-        self, connection: Connection, me: Identity, due: Sequence[tuple[Place, Spot]], room: int, now: float
+        self, connection: Connection, me: Identity, due: Sequence[tuple[Place, Queue]], room: int, now: float
     ) -> list[tuple[Any, ...]]:
         began = time.perf_counter()
         try:

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from app.fleet import Held, singleton
+from app.fleet import HeldLock, singleton
 from benchmarks import marks
 
 
 @singleton("beacon")
-async def beacon(turn: Held) -> None:
+async def beacon(turn: HeldLock) -> None:
     marks.leave_number(turn.token)
     await asyncio.sleep(3600)

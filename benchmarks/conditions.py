@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psycopg
 
-from tests.support.fleet import Fleet, Ship
+from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.postgres import Postgres, server
 
 CORES = 2
@@ -63,7 +63,7 @@ def shown_by(session: psycopg.Connection[tuple[object, ...]], name: str) -> str:
 
 
 @contextmanager
-def instances(count: int, **env: str) -> Iterator[tuple[Postgres, Fleet, list[Ship]]]:
+def instances(count: int, **env: str) -> Iterator[tuple[Postgres, Fleet, list[InstanceProcess]]]:
     """Run that many real instances of the service, with the actions of the benchmarks."""
     own = {"FLOTILLA_ACTIONS": ACTIONS, "FLOTILLA_LOG_LEVEL": "warning", **env}
     with (

@@ -19,7 +19,7 @@ from app.fleet import Order, trigger_many
 from benchmarks.conditions import ACTIONS, instances
 from benchmarks.latency import JSON, asked, connected
 from benchmarks.report import rates
-from tests.support.fleet import Ship
+from tests.support.fleet import InstanceProcess
 from tests.support.service import service
 
 ROUNDS = 5
@@ -43,7 +43,7 @@ def run(*, short: bool) -> None:
     print(rates("trigger_many, 1,000 each, two tasks", code, least=CODE_LEAST))
 
 
-def over_rest(address: str, ship: Ship, rounds: int, runs: int) -> list[float]:
+def over_rest(address: str, ship: InstanceProcess, rounds: int, runs: int) -> list[float]:
     each = runs // CLIENTS // BATCH
     orders = [{"action": "noop", "payload": {"number": n, "name": "Flotilla", "ok": True}} for n in range(BATCH)]
     body = json.dumps({"runs": orders}).encode()

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.conditions import instances
 from benchmarks.marks import Marks
 from benchmarks.report import distribution
-from tests.support.fleet import Ship
+from tests.support.fleet import InstanceProcess
 from tests.support.postgres import eventually
 
 INSTANCES = 3
@@ -50,7 +50,7 @@ def run(*, short: bool) -> None:
     print(distribution("created_at → started_at", claimed, median_ms=MEDIAN, bound_ms=P99))
 
 
-def connected(ship: Ship) -> HTTPConnection:
+def connected(ship: InstanceProcess) -> HTTPConnection:
     connection = HTTPConnection("127.0.0.1", ship.port, timeout=30)
     connection.connect()
     return connection

@@ -16,7 +16,7 @@ from app.fleet.cluster.link import clock
 from benchmarks.conditions import instances
 from benchmarks.report import verdict
 from benchmarks.streams import statements
-from tests.support.fleet import Ship
+from tests.support.fleet import InstanceProcess
 from tests.support.limits import excess
 from tests.support.postgres import eventually
 
@@ -41,7 +41,7 @@ def run(*, short: bool) -> None:
 
 def one_crowd(
     session: psycopg.Connection[tuple[object, ...]],
-    ships: Sequence[Ship],
+    ships: Sequence[InstanceProcess],
     crowd: Sequence[int],
     watched: float,
     idle: float,

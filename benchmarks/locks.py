@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.conditions import ACTIONS, instances
 from benchmarks.marks import Marks
 from benchmarks.report import distribution, percentile, verdict
-from tests.support.fleet import Fleet, Ship
+from tests.support.fleet import Fleet, InstanceProcess
 
 INSTANCES = 3
 SAMPLES = 1000
@@ -62,13 +62,15 @@ def run(*, short: bool) -> None:
     print(f"{many:,} locks held: {renewals} renewals at {beats} heartbeats   one statement per heartbeat: {one}")
 
     with Marks() as marks, instances(INSTANCES, **marks.env, FLOTILLA_ACTIONS=WITH_BEACON) as (_, fleet, ships):
-        killed = [seconds_to_move(marks, fleet, ships, Ship.kill) for _ in range(ends)]
-        left = [seconds_to_move(marks, fleet, ships, Ship.terminate) for _ in range(ends)]
+        killed = [seconds_to_move(marks, fleet, ships, InstanceProcess.kill) for _ in range(ends)]
+        left = [seconds_to_move(marks, fleet, ships, InstanceProcess.terminate) for _ in range(ends)]
     print(distribution("a singleton's instance is killed", killed, bound_ms=P99_TAKEN_OVER))
     print(distribution("a singleton's instance is to leave", left, bound_ms=P99_HANDED_OVER))
 
 
-def seconds_to_move(marks: Marks, fleet: Fleet, ships: list[Ship], end: Callable[[Ship], None]) -> float:
+def seconds_to_move(
+    marks: Marks, fleet: Fleet, ships: list[InstanceProcess], end: Callable[[InstanceProcess], None]
+) -> float:
     """End the instance that runs it, wait until it begins elsewhere, and replace the one that is gone."""
     running = marks.wait(lambda mark: mark.pid in {ship.pid for ship in ships})
     owner = next(ship for ship in ships if ship.pid == running.pid)
@@ -80,7 +82,7 @@ def seconds_to_move(marks: Marks, fleet: Fleet, ships: list[Ship], end: Callable
     return (moved.monotonic - began) / 1e9
 
 
-def alone(ship: Ship, samples: int) -> list[float]:
+def alone(ship: InstanceProcess, samples: int) -> list[float]:
     run_id = ship.trigger("lock-alone", {"samples": samples})["id"]
     taken: list[float] = ship.ended(run_id, within=120)["result"]
     return taken
@@ -90,7 +92,7 @@ def alone(ship: Ship, samples: int) -> list[float]:
 Turn = tuple[int, int, int]
 
 
-def contended(ships: Sequence[Ship], contenders: int, turns: int) -> list[Turn]:
+def contended(ships: Sequence[InstanceProcess], contenders: int, turns: int) -> list[Turn]:
     """Have them all take the lock so many times, and return all turns in the order in which they were."""
     payload = {"turns": turns, "at": time.monotonic() + 3}
     ids = ships[0].trigger_all([{"action": "contend", "payload": payload}] * contenders)
@@ -98,7 +100,7 @@ def contended(ships: Sequence[Ship], contenders: int, turns: int) -> list[Turn]:
     return sorted(turn for each in found for turn in each)
 
 
-def ship_turns(ship: Ship, run_id: int) -> list[Turn]:
+def ship_turns(ship: InstanceProcess, run_id: int) -> list[Turn]:
     return [(begun, ended, run_id) for begun, ended in ship.ended(run_id, within=240)["result"]]
 
 

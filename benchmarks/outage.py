@@ -12,7 +12,7 @@ from pathlib import Path
 import psycopg
 
 from benchmarks.report import distribution
-from tests.support.fleet import Fleet, Ship, by_name, leader_of
+from tests.support.fleet import Fleet, InstanceProcess, by_name, leader_of
 from tests.support.postgres import Postgres, server
 
 INSTANCES = 3
@@ -36,7 +36,7 @@ def run(*, short: bool) -> None:
         print(distribution("SIGSTOP → gone (the server's lease)", seconds, bound_ms=7000))
 
 
-def one_outage(postgres: Postgres, ships: list[Ship], away: float) -> None:
+def one_outage(postgres: Postgres, ships: list[InstanceProcess], away: float) -> None:
     before = [ship.me()["id"] for ship in ships]
     postgres.stop("immediate")
     time.sleep(away)
@@ -52,7 +52,7 @@ def one_outage(postgres: Postgres, ships: list[Ship], away: float) -> None:
     )
 
 
-def freeze(ships: list[Ship]) -> float:
+def freeze(ships: list[InstanceProcess]) -> float:
     """Freeze a follower until it is declared gone, then let it come back."""
     leader = leader_of(ships)
     victim = next(ship for ship in ships if ship is not leader)

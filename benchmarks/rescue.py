@@ -11,7 +11,7 @@ import time
 from benchmarks.conditions import instances
 from benchmarks.marks import Mark, Marks
 from benchmarks.report import distribution, histogram
-from tests.support.fleet import Ship, leader_of
+from tests.support.fleet import InstanceProcess, leader_of
 
 INSTANCES = 3
 KILLS = 50
@@ -37,7 +37,7 @@ def run(*, short: bool) -> None:
     print(histogram(seconds[True] + seconds[False], width_ms=25))
 
 
-def rescued(ships: list[Ship], victim: Ship, marks: Marks) -> float:
+def rescued(ships: list[InstanceProcess], victim: InstanceProcess, marks: Marks) -> float:
     identifier = running_on(victim, marks)
     time.sleep(random.random())
     began = time.monotonic_ns()
@@ -48,7 +48,7 @@ def rescued(ships: list[Ship], victim: Ship, marks: Marks) -> float:
     return (mark.monotonic - began) / 1e9
 
 
-def running_on(victim: Ship, marks: Marks) -> int:
+def running_on(victim: InstanceProcess, marks: Marks) -> int:
     """Trigger until one is claimed by the instance that is to be killed; end the others."""
     while True:
         identifier = int(victim.trigger("linger")["id"])
@@ -61,7 +61,7 @@ def begun(marks: Marks, identifier: int) -> Mark:
     return marks.wait(lambda mark: mark.run == identifier)
 
 
-def cancel(ship: Ship, identifier: int) -> None:
+def cancel(ship: InstanceProcess, identifier: int) -> None:
     answer = ship.client.post(f"/runs/{identifier}/cancel")
     if answer.status_code not in {200, 202}:
         raise RuntimeError(f"run {identifier} was not cancelled: {answer.status_code} {answer.text}")

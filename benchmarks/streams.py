@@ -21,7 +21,7 @@ import psycopg
 
 from benchmarks.conditions import instances
 from benchmarks.report import distribution, verdict
-from tests.support.fleet import Ship
+from tests.support.fleet import InstanceProcess
 from tests.support.postgres import Postgres, eventually
 
 EMITTED = (10, 10_000)
@@ -51,7 +51,7 @@ def run(*, short: bool) -> None:
         asyncio.run(many(postgres, ships, runs, clients, watched))
 
 
-def emit(postgres: Postgres, ships: Sequence[Ship], share: float) -> None:
+def emit(postgres: Postgres, ships: Sequence[InstanceProcess], share: float) -> None:
     runs, events = EMITTED
     events = int(events * share)
     # One process: the other has nothing to claim meanwhile.
@@ -78,7 +78,7 @@ def emit(postgres: Postgres, ships: Sequence[Ship], share: float) -> None:
 class Client:
     """Follows a run, and notes when it was told what."""
 
-    ship: Ship
+    ship: InstanceProcess
     run_id: int
     late: list[float] = field(default_factory=list)
     seq: int = 0
@@ -127,7 +127,7 @@ async def left(clients: Sequence[Client]) -> None:
     await asyncio.gather(*(client.task for client in clients if client.task is not None), return_exceptions=True)
 
 
-async def one(ships: Sequence[Ship], samples: int) -> None:
+async def one(ships: Sequence[InstanceProcess], samples: int) -> None:
     run_id = ships[0].trigger("tick", {"events": samples, "pause": APART})["id"]
     name = await asyncio.to_thread(eventually, lambda: ships[0].run(run_id)["instance"])
     (other,) = [ship for ship in ships if ship.me()["name"] != name]
@@ -139,7 +139,7 @@ async def one(ships: Sequence[Ship], samples: int) -> None:
     print(distribution("emit → a client elsewhere, idle", client.late[5:], median_ms=ONE_MEDIAN, bound_ms=ONE_P99))
 
 
-async def memory(ships: Sequence[Ship], count: int) -> None:
+async def memory(ships: Sequence[InstanceProcess], count: int) -> None:
     ship = ships[0]
     run_id = ship.trigger("linger-quietly")["id"]
     warm = [Client(ship, run_id) for _ in range(20)]
@@ -160,7 +160,9 @@ def resident(pid: int) -> int:
     return sum(int(line[1]) * 1024 for line in found if line[0] in {"Private_Clean:", "Private_Dirty:"})
 
 
-async def many(postgres: Postgres, ships: Sequence[Ship], runs: int, numbers: Sequence[int], watched: float) -> None:
+async def many(
+    postgres: Postgres, ships: Sequence[InstanceProcess], runs: int, numbers: Sequence[int], watched: float
+) -> None:
     pause = 1 / EACH_SECOND
     ids = ships[0].trigger_all([{"action": "tick", "payload": {"events": 1_000_000, "pause": pause}}] * runs)
     clients: list[Client] = []

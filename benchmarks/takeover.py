@@ -14,7 +14,7 @@ import psycopg
 from app.fleet.cluster.registry import Register, Session
 from app.fleet.db.namespace import Namespace
 from benchmarks.report import distribution, histogram
-from tests.support.fleet import Fleet, Ship
+from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.postgres import eventually, server
 
 INSTANCES = 3
@@ -46,7 +46,7 @@ def run(*, short: bool) -> None:
     print(histogram([*follower, *gone], width_ms=25))
 
 
-def kill_follower(session: Session, fleet: Fleet, ships: dict[int, Ship]) -> float:
+def kill_follower(session: Session, fleet: Fleet, ships: dict[int, InstanceProcess]) -> float:
     leader = eventually(lambda: leader_id(session))
     victim = next(each for each in ships if each != leader)
     began = time.monotonic()
@@ -56,7 +56,7 @@ def kill_follower(session: Session, fleet: Fleet, ships: dict[int, Ship]) -> flo
     return seconds
 
 
-def kill_leader(session: Session, fleet: Fleet, ships: dict[int, Ship]) -> tuple[float, float]:
+def kill_leader(session: Session, fleet: Fleet, ships: dict[int, InstanceProcess]) -> tuple[float, float]:
     victim = eventually(lambda: leader_id(session))
     began = time.monotonic()
     ships[victim].kill()
@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool], began: float) -> float:
     return time.monotonic() - began
 
 
-def replace(fleet: Fleet, ships: dict[int, Ship], victim: int) -> None:
+def replace(fleet: Fleet, ships: dict[int, InstanceProcess], victim: int) -> None:
     """Start another in the place of the killed one, and wait until it waits in the queue for leadership too."""
     del ships[victim]
     (ship,) = fleet.start()

@@ -31,7 +31,7 @@ from app.fleet.engine.enqueue.trigger import INSERT, INSERT_LINED
 from benchmarks import peers
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import rates, verdict
-from tests.support.fleet import ROOT, Fleet, Ship
+from tests.support.fleet import ROOT, Fleet, InstanceProcess
 from tests.support.postgres import Postgres
 
 ROUNDS = 5
@@ -119,7 +119,7 @@ def one_process(postgres: Postgres, stack: ExitStack, runs: int, **env: str) -> 
     return lambda: burn_down(postgres, address, ship, runs)
 
 
-def burn_down(postgres: Postgres, address: str, ship: Ship, runs: int, lines: int = 0) -> float:
+def burn_down(postgres: Postgres, address: str, ship: InstanceProcess, runs: int, lines: int = 0) -> float:
     """One round: runs a second. With `lines`, the runs stand in so many, in turn."""
     with postgres.session(address.rpartition("/")[2]) as session:
         post(ship, "/actions/noop/pause")
@@ -138,7 +138,7 @@ def burn_down(postgres: Postgres, address: str, ship: Ship, runs: int, lines: in
             batch["priorities"] = [apart(0, "in a line")] * AT_ONCE
         for first in range(0, runs, AT_ONCE):
             if lines:
-                batch["order_keys"] = [f"line-{number % lines}" for number in range(first, first + AT_ONCE)]
+                batch["ordering_keys"] = [f"line-{number % lines}" for number in range(first, first + AT_ONCE)]
             session.execute(NAMESPACE.sql(INSERT_LINED if lines else INSERT), batch)
         session.execute("VACUUM ANALYZE")
         session.execute("CHECKPOINT")
@@ -157,7 +157,7 @@ def burn_down(postgres: Postgres, address: str, ship: Ship, runs: int, lines: in
     return runs / float(ended[1])
 
 
-def post(ship: Ship, path: str) -> None:
+def post(ship: InstanceProcess, path: str) -> None:
     answer = ship.client.post(path)
     if answer.status_code != 200:
         raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")

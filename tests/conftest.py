@@ -22,7 +22,7 @@ from tests.support.fleet import Fleet
 from tests.support.postgres import PREPARED, Postgres, server
 from tests.support.reaper import Reaper
 from tests.support.scheduler import Scheduler
-from tests.support.slipway import Slipway
+from tests.support.slipway import ForkServer
 
 FOLDER = pytest.StashKey[Path]()
 REAPER = pytest.StashKey[Reaper]()
@@ -108,7 +108,7 @@ def clean_environment() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def slipway() -> Iterator[None]:
     """Whatever instance a test starts comes off it, if it can."""
-    fleets.slipway = Slipway()
+    fleets.slipway = ForkServer()
     yield
     fleets.slipway.close()
     fleets.slipway = None

@@ -28,7 +28,7 @@ async def send_mailing(run: Run[Letters]) -> None:
     letters = run.payload
     count = len(letters.recipients)
     # From where the attempt before this one came to, if there was one.
-    for number in range(run.state or 0, count):
+    for number in range(run.last_checkpoint or 0, count):
         await deliver(letters.recipients[number], letters.subject, key=f"{run.id}-{number}")
         await run.progress((number + 1) / count, f"{number + 1} of {count}")
         await run.checkpoint(number + 1)

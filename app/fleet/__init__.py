@@ -4,11 +4,11 @@ This page is the public API. A service author imports from here; everything belo
 """
 
 from app.fleet.coordination.coordination import breaker, limit, lock
-from app.fleet.coordination.locks.lock import Held
+from app.fleet.coordination.locks.lock import HeldLock
 from app.fleet.coordination.singletons import singleton
 from app.fleet.engine.actions.action import Action, action
 from app.fleet.engine.enqueue.following import follow, result
-from app.fleet.engine.enqueue.trigger import Order, session, trigger, trigger_many
+from app.fleet.engine.enqueue.trigger import Order, transaction, trigger, trigger_many
 from app.fleet.engine.execute.run import Run
 from app.fleet.engine.once.once import once, once_many
 from app.fleet.errors import (
@@ -36,7 +36,7 @@ __all__ = [
     "FleetError",
     "FleetSettings",
     "GiveUp",
-    "Held",
+    "HeldLock",
     "InSession",
     "LimitReached",
     "LockCycle",
@@ -55,8 +55,8 @@ __all__ = [
     "once",
     "once_many",
     "result",
-    "session",
     "singleton",
+    "transaction",
     "trigger",
     "trigger_many",
 ]

@@ -15,11 +15,11 @@ from typing import Any, final
 AGAIN = 0.25
 
 
-async def let_go(task: "asyncio.Task[Any] | None") -> None:
+async def cancel_and_wait(task: "asyncio.Task[Any] | None") -> None:
     """Cancel a task of one's own, if there is one, and wait until it is gone.
 
-    It is cancelled every `AGAIN` until then: on Python 3.11, `asyncio.wait_for` can lose a cancellation (`woken`), and
-    psycopg's pool waits for a connection with that.
+    It is cancelled every `AGAIN` until then: on Python 3.11, `asyncio.wait_for` can lose a cancellation
+    (`wait_for_event`), and psycopg's pool waits for a connection with that.
     """
     if task is None:
         return
@@ -31,13 +31,13 @@ async def let_go(task: "asyncio.Task[Any] | None") -> None:
         task.exception()
 
 
-def disown(task: "asyncio.Task[Any]") -> None:
+def detach(task: "asyncio.Task[Any]") -> None:
     """Let the process end although this task never does: the loop's end waits for every task it knows."""
     asyncio._unregister_task(task)  # noqa: SLF001 — documented, under this name
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 — it is in the log already
 
 
-async def woken(event: asyncio.Event, seconds: float | None) -> None:
+async def wait_for_event(event: asyncio.Event, seconds: float | None) -> None:
     """Wait for an event, or for that long.
 
     Not with `asyncio.wait_for`: on Python 3.11 it returns, and the cancellation is lost, if its task is cancelled in

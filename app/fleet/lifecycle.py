@@ -15,7 +15,7 @@ class Phase(enum.StrEnum):
     DRAINING = "draining"
 
 
-class Course:
+class Lifecycle:
     """The phase of this instance, and the moment it begins to drain."""
 
     def __init__(self) -> None:

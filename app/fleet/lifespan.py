@@ -36,7 +36,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from app.fleet.background import Service, woken
+from app.fleet.background import Service, wait_for_event
 from app.fleet.cluster.commands import log_commands
 from app.fleet.cluster.member import Member
 from app.fleet.coordination.coordination import Coordination
@@ -275,7 +275,7 @@ class Shutdown:
 
     async def _drain(self) -> None:
         """Wait for load balancers to notice, let the server close its listener, and see the last request out."""
-        await woken(self._skip, self._delay)
+        await wait_for_event(self._skip, self._delay)
         self._signals.hand_over()
         await self._server_done.wait()
         while self._context.in_flight:  # noqa: ASYNC110 — cheaper looked at here than announced by every request

@@ -45,7 +45,7 @@ async def announce(transaction: AsyncSession, kind: str, subject: str, message: 
         await trigger(deliver_alert, told, session=transaction)
 
 
-@action("deliver-alert", retries=1000, retry_most=desk.retry_most, timeout="1m")
+@action("deliver-alert", retries=1000, max_retry_delay=desk.max_retry_delay, timeout="1m")
 async def deliver_alert(run: Run[Message]) -> None:
     """Post an alert to the chat."""
     alert = run.payload

@@ -52,7 +52,7 @@ async def watch_filings(_: Run) -> dict[str, int]:
     return {"listed": len(page), "new": new}
 
 
-@action("read-filing", retries=100, retry_most=desk.retry_most, timeout="1m")
+@action("read-filing", retries=100, max_retry_delay=desk.max_retry_delay, timeout="1m")
 async def read_filing(run: Run[Listed]) -> None:
     """Read a filing's document, and open the deal that it is about."""
     filing = run.payload

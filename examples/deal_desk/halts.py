@@ -15,7 +15,7 @@ import logging
 import httpx
 from sqlalchemy.dialects.postgresql import insert
 
-from app.fleet import Held, session, singleton
+from app.fleet import HeldLock, singleton, transaction
 from examples.deal_desk.alerts import announce
 from examples.deal_desk.settings import desk
 from examples.deal_desk.tables import Halt, prepared
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @singleton("halts-monitor")
-async def halts_monitor(turn: Held) -> None:
+async def halts_monitor(turn: HeldLock) -> None:
     await prepared()
     while True:
         try:
@@ -38,12 +38,12 @@ async def halts_monitor(turn: Held) -> None:
         await asyncio.sleep(desk.halts_every)
 
 
-async def keep(halts: list[dict[str, str]], turn: Held) -> None:
+async def keep(halts: list[dict[str, str]], turn: HeldLock) -> None:
     """Keep those that are new, each with its alert."""
-    async with session() as transaction:
+    async with transaction() as session:
         for halt in sorted(halts, key=lambda each: each["halt"]):
             values = {"halt": halt["halt"], "company": halt["company"], "token": turn.token}
             row = insert(Halt).values(values).on_conflict_do_nothing().returning(Halt.halt)
-            if await transaction.scalar(row):
-                await announce(transaction, "halt", halt["halt"], f"trading in {halt['company']} is halted")
-        await turn.guard(transaction)
+            if await session.scalar(row):
+                await announce(session, "halt", halt["halt"], f"trading in {halt['company']} is halted")
+        await turn.guard(session)

@@ -26,7 +26,7 @@ from sqlalchemy import update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import Run, action, limit, session, trigger
+from app.fleet import Run, action, limit, transaction, trigger
 from examples.deal_desk.alerts import announce
 from examples.deal_desk.settings import desk
 from examples.deal_desk.tables import Deal, Payment
@@ -44,7 +44,7 @@ async def open_deal(transaction: AsyncSession, deal: str, *, found_in: str) -> N
         await trigger(research_deal, Subject(deal=deal), key=deal, session=transaction)
 
 
-@action("research-deal", retries=100, retry_most=desk.retry_most, timeout="2m", concurrency=4)
+@action("research-deal", retries=100, max_retry_delay=desk.max_retry_delay, timeout="2m", concurrency=4)
 async def research_deal(run: Run[Subject]) -> None:
     """Buy the research on a deal, once."""
     deal = run.payload.deal
@@ -63,9 +63,9 @@ async def intend(run: Run[Subject], deal: str) -> bool:
     again = call.on_conflict_do_update(
         index_elements=[Payment.deal], set_={"calls": Payment.calls + 1}, where=Payment.charge.is_(None)
     )
-    async with session() as transaction:
-        calls = await transaction.scalar(again.returning(Payment.calls))
-        await run.guard(transaction)
+    async with transaction() as session:
+        calls = await session.scalar(again.returning(Payment.calls))
+        await run.guard(session)
     return calls is not None
 
 

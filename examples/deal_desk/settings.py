@@ -27,7 +27,7 @@ class Desk(BaseSettings):
 
     # How long the chat may take to answer, in seconds.
     chat_patience: float = Field(default=2, gt=0)
-    retry_most: str = "15s"
+    max_retry_delay: str = "15s"
 
 
 class World(BaseSettings):

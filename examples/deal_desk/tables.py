@@ -17,7 +17,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateSchema
 
-from app.fleet import session
+from app.fleet import transaction
 from examples.deal_desk.settings import desk
 
 NOW = text("now()")
@@ -95,11 +95,11 @@ class Alert(Base):
 
 async def prepared() -> None:
     """See to it that the tables are there."""
-    async with session() as transaction:
+    async with transaction() as session:
         one_of_them = f"{desk.database_schema}.{Alert.__tablename__}"
-        if await transaction.scalar(text("SELECT to_regclass(:name)"), {"name": one_of_them}) is not None:
+        if await session.scalar(text("SELECT to_regclass(:name)"), {"name": one_of_them}) is not None:
             return
-        await transaction.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": one_of_them})
-        await transaction.execute(CreateSchema(desk.database_schema, if_not_exists=True))
-        connection = await transaction.connection()
+        await session.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": one_of_them})
+        await session.execute(CreateSchema(desk.database_schema, if_not_exists=True))
+        connection = await session.connection()
         await connection.run_sync(Base.metadata.create_all)

@@ -28,7 +28,7 @@ from typing import Any, Self
 import httpx
 import psycopg
 
-from tests.support.fleet import NOBODY, Fleet, Ship
+from tests.support.fleet import NOBODY, Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually
 from tests.support.trial_actions import EFFECTS
 
@@ -110,7 +110,7 @@ class Verdict:
 class Producer:
     """Triggers runs at a steady rate until it is stopped. What was not acknowledged is sent again, same keys."""
 
-    def __init__(self, ships: Sequence[Ship], rate: int) -> None:
+    def __init__(self, ships: Sequence[InstanceProcess], rate: int) -> None:
         self.phase = "calm"
         # By the id of a run: whether its row is written by `run.commit`.
         self.acknowledged: dict[int, bool] = {}
@@ -241,7 +241,7 @@ def until_all_have_ended(address: str) -> None:
     eventually(none_is_left, within=STUCK)
 
 
-def eventually_none_is_out(ship: Ship) -> bool:
+def eventually_none_is_out(ship: InstanceProcess) -> bool:
     """Whether all connections but those that the engine keeps come back, when there is nothing to do."""
 
     def none_is_out() -> bool:

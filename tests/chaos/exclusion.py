@@ -22,7 +22,7 @@ from typing import LiteralString
 import psycopg
 from psycopg.rows import TupleRow
 
-from tests.support.fleet import Fleet, Ship
+from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually
 from tests.support.trial_actions import EFFECTS
 
@@ -86,7 +86,7 @@ class Nemesis:
 
     postgres: Postgres
     fleet: Fleet
-    ships: list[Ship]
+    ships: list[InstanceProcess]
     chance: random.Random
     acts: Counter[str] = field(default_factory=Counter)
 
@@ -118,7 +118,7 @@ class Nemesis:
         time.sleep(self.chance.uniform(*FREEZE))
         victim.thaw()
 
-    def signal_holder(self, number: int) -> Ship:
+    def signal_holder(self, number: int) -> InstanceProcess:
         """Hit whoever holds the lock; by then it may just have passed it on."""
         by_pid = {ship.pid: ship for ship in self.ships}
         with psycopg.connect(self.postgres.address_of(), autocommit=True) as session:

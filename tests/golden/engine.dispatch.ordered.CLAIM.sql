@@ -10,14 +10,14 @@ WITH RECURSIVE me AS MATERIALIZED (
            NULL::int8 AS head, NULL::timestamptz AS later
     FROM open
     UNION ALL
-    SELECT n.order_key, n.wrapped, l.looked + 1, l.found + n.free::int, CASE WHEN n.free THEN n.id END, n.later
+    SELECT n.ordering_key, n.wrapped, l.looked + 1, l.found + n.free::int, CASE WHEN n.free THEN n.id END, n.later
     FROM line AS l, LATERAL (
-        SELECT h.id, h.order_key, h.wrapped, 
+        SELECT h.id, h.ordering_key, h.wrapped, 
         CASE
             WHEN h.state = 'pending' AND h.run_at <= statement_timestamp() THEN (
                 SELECT true
                 FROM "flotilla".runs AS o
-                WHERE o.action_id = %(action)s::int AND o.order_key = h.order_key AND o.state = 'running'
+                WHERE o.action_id = %(action)s::int AND o.ordering_key = h.ordering_key AND o.state = 'running'
                 LIMIT 1
             ) IS NULL
             ELSE false
@@ -27,20 +27,20 @@ WITH RECURSIVE me AS MATERIALIZED (
             (
                 SELECT *
                 FROM (
-                    SELECT id, order_key, state, run_at, l.wrapped
+                    SELECT id, ordering_key, state, run_at, l.wrapped
                     FROM "flotilla".runs
-                    WHERE action_id = %(action)s::int AND order_key > l.key
-                    ORDER BY order_key, id
+                    WHERE action_id = %(action)s::int AND ordering_key > l.key
+                    ORDER BY ordering_key, id
                     LIMIT 1
                 ) AS next
-                WHERE NOT l.wrapped OR order_key <= %(start)s::text
+                WHERE NOT l.wrapped OR ordering_key <= %(start)s::text
             )
             UNION ALL
             (
-                SELECT id, order_key, state, run_at, true
+                SELECT id, ordering_key, state, run_at, true
                 FROM "flotilla".runs
-                WHERE NOT l.wrapped AND action_id = %(action)s::int AND order_key <= %(start)s::text
-                ORDER BY order_key, id
+                WHERE NOT l.wrapped AND action_id = %(action)s::int AND ordering_key <= %(start)s::text
+                ORDER BY ordering_key, id
                 LIMIT 1
             )
             LIMIT 1
@@ -53,16 +53,16 @@ WITH RECURSIVE me AS MATERIALIZED (
             WHEN h.state = 'pending' AND h.run_at <= statement_timestamp() THEN (
                 SELECT true
                 FROM "flotilla".runs AS o
-                WHERE o.action_id = %(action)s::int AND o.order_key = h.order_key AND o.state = 'running'
+                WHERE o.action_id = %(action)s::int AND o.ordering_key = h.ordering_key AND o.state = 'running'
                 LIMIT 1
             ) IS NULL
             ELSE false
         END AS free,
         CASE WHEN h.state = 'pending' AND h.run_at > statement_timestamp() THEN h.run_at END AS later
     FROM open, unnest(%(keys)s::text[]) AS k (key), LATERAL (
-        SELECT id, order_key, state, run_at
+        SELECT id, ordering_key, state, run_at
         FROM "flotilla".runs
-        WHERE action_id = %(action)s::int AND order_key = k.key
+        WHERE action_id = %(action)s::int AND ordering_key = k.key
         ORDER BY id
         LIMIT 1
     ) AS h
@@ -118,4 +118,4 @@ FROM (
     LIMIT 1
 ) AS came
 LEFT JOIN (SELECT id, action_id, token, attempt, deaths, max_attempts, priority + 10000, trigger, scheduled_for, payload::text,
-       checkpoint::text, events, order_key, cancel_requested_at IS NOT NULL, run_at FROM claimed) AS c ON true
+       checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at FROM claimed) AS c ON true

@@ -1,9 +1,9 @@
 WITH added AS (
-    INSERT INTO "flotilla".runs (order_key, action_id, priority, run_at, max_attempts, payload, trigger)
-    SELECT order_key, action_id, priority, coalesce(run_at, now()), max_attempts, payload::json, %(trigger)s
-    FROM unnest(%(order_keys)s::text[], %(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[],
+    INSERT INTO "flotilla".runs (ordering_key, action_id, priority, run_at, max_attempts, payload, trigger)
+    SELECT ordering_key, action_id, priority, coalesce(run_at, now()), max_attempts, payload::json, %(trigger)s
+    FROM unnest(%(ordering_keys)s::text[], %(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[],
                 %(max_attempts)s::int[], %(payloads)s::text[])
-         WITH ORDINALITY AS o (order_key, action_id, priority, run_at, max_attempts, payload, place)
+         WITH ORDINALITY AS o (ordering_key, action_id, priority, run_at, max_attempts, payload, place)
     ORDER BY place
     RETURNING id, run_at, created_at, action_id, priority, events, attempt, instance
 ), noted AS (

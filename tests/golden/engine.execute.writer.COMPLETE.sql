@@ -19,11 +19,11 @@ WITH ended AS (
 
 INSERT INTO "flotilla".finished_runs (
     id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
-    order_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at, finished_at,
-    expires_at
+    ordering_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at,
+    finished_at, expires_at
 )
 SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
-       g.scheduled_for, g.key, g.order_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
+       g.scheduled_for, g.key, g.ordering_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
        g.events + 1, g.running_seq, g.created_at, g.started_at, clock_timestamp(),
        clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = g.action_id)
 FROM gone AS g

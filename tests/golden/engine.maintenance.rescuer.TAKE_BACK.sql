@@ -13,11 +13,11 @@ WITH lost AS MATERIALIZED (
     
 INSERT INTO "flotilla".finished_runs (
     id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
-    order_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at, finished_at,
-    expires_at
+    ordering_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at,
+    finished_at, expires_at
 )
 SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
-       g.scheduled_for, g.key, g.order_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
+       g.scheduled_for, g.key, g.ordering_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
        g.events + 1, g.running_seq, g.created_at, g.started_at, clock_timestamp(),
        clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = g.action_id)
 FROM gone AS g
@@ -64,7 +64,7 @@ FROM gone AS g
                row_number() OVER () / 200 AS page
         FROM (
     SELECT action_id, priority, run_at FROM back UNION ALL SELECT * FROM (
-    SELECT action_id, priority, clock_timestamp() AS run_at FROM gone WHERE order_key IS NOT NULL
+    SELECT action_id, priority, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
 ) AS n
 ) AS w
         GROUP BY action_id, priority

@@ -10,7 +10,7 @@ WITH page AS MATERIALIZED (
 
     SELECT r.id, a.name AS action, r.state, r.trigger,
            CASE WHEN r.payload IS NULL THEN '{}' WHEN short.payload THEN r.payload END AS payload,
-           r.scheduled_for, r.run_at, r.order_key AS order_by, r.attempt, r.max_attempts, r.instance,
+           r.scheduled_for, r.run_at, r.ordering_key, r.attempt, r.max_attempts, r.instance,
            CASE WHEN short.result THEN NULL::json END AS result,
            CASE WHEN short.error THEN r.error END AS error,
            CASE WHEN short.progress THEN r.progress END AS progress,
@@ -34,7 +34,7 @@ UNION ALL
 
     SELECT r.id, a.name AS action, r.state, r.trigger,
            CASE WHEN r.payload IS NULL THEN '{}' WHEN short.payload THEN r.payload END AS payload,
-           r.scheduled_for, r.run_at, r.order_key AS order_by, r.attempt, r.max_attempts, r.instance,
+           r.scheduled_for, r.run_at, r.ordering_key, r.attempt, r.max_attempts, r.instance,
            CASE WHEN short.result THEN r.result END AS result,
            CASE WHEN short.error THEN r.error END AS error,
            CASE WHEN short.progress THEN r.progress END AS progress,

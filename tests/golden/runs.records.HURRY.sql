@@ -17,7 +17,7 @@ WITH hurried AS (
 )
 SELECT 
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
-r.order_key AS order_by, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
+r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
 r.created_at, r.started_at, NULL::timestamptz AS finished_at
 
 FROM hurried AS r

@@ -2,11 +2,11 @@ WITH back AS (
     DELETE FROM "flotilla".finished_runs WHERE id = %(id)s AND state IN ('failed', 'cancelled') AND expires_at > 'epoch' RETURNING *
 ), added AS (
     INSERT INTO "flotilla".runs (
-        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, order_key,
+        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, ordering_key,
         payload, checkpoint, progress, error, events, created_at
     )
     SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
-           order_key, payload, checkpoint, progress, error, events + 1, created_at
+           ordering_key, payload, checkpoint, progress, error, events + 1, created_at
     FROM back
     RETURNING *
 ), written AS (
@@ -47,7 +47,7 @@ WITH back AS (
 
 SELECT 
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
-r.order_key AS order_by, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
+r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
 r.created_at, r.started_at, NULL::timestamptz AS finished_at
 
 FROM added AS r

@@ -14,11 +14,11 @@ WITH back AS (
     )) RETURNING *
 ), added AS (
     INSERT INTO "flotilla".runs (
-        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, order_key,
+        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, ordering_key,
         payload, checkpoint, progress, error, events, created_at
     )
     SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
-           order_key, payload, checkpoint, progress, error, events + 1, created_at
+           ordering_key, payload, checkpoint, progress, error, events + 1, created_at
     FROM back
     RETURNING *
 ), written AS (

@@ -26,7 +26,7 @@ from typing import Self
 import httpx
 import pytest
 
-from tests.support.fleet import NOBODY, Fleet, Ship
+from tests.support.fleet import NOBODY, Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually, server
 from tests.support.trial_abuse import RAISED
 
@@ -54,7 +54,7 @@ class Answer:
 class Bystanders:
     """A writer and a reader on connections that they keep, and a prober with a new one for each probe."""
 
-    def __init__(self, ship: Ship) -> None:
+    def __init__(self, ship: InstanceProcess) -> None:
         self.answers: list[Answer] = []
         self._ship = ship
         self._over = threading.Event()
@@ -116,11 +116,11 @@ class Bystanders:
 # -- the attacks ------------------------------------------------------------------------------------------------------
 
 
-def connect(ship: Ship) -> socket.socket:
+def connect(ship: InstanceProcess) -> socket.socket:
     return socket.create_connection(("127.0.0.1", ship.port), timeout=30)
 
 
-def huge_headers(ship: Ship) -> None:
+def huge_headers(ship: InstanceProcess) -> None:
     """Five clients send a header of 100 MB each."""
 
     def send(_: int) -> bytes:
@@ -138,7 +138,7 @@ def huge_headers(ship: Ship) -> None:
         assert set(pool.map(send, range(5))) <= {b"HTTP/1.1 431", b""}
 
 
-def silent_and_slow_clients(ship: Ship) -> None:
+def silent_and_slow_clients(ship: InstanceProcess) -> None:
     """2,000 clients connect and say nothing, 300 more send a byte of a header now and then. All are closed."""
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for number in range(2300):
@@ -161,7 +161,7 @@ def silent_and_slow_clients(ship: Ship) -> None:
                     key.fileobj.send(b"G")
 
 
-def feed_clients(ship: Ship) -> None:
+def feed_clients(ship: InstanceProcess) -> None:
     """1,500 clients open the feed at once, and read nothing of it but the beginning."""
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(ship)) for _ in range(1500)]
@@ -170,7 +170,7 @@ def feed_clients(ship: Ship) -> None:
         assert {client.recv(12) for client in clients} == {b"HTTP/1.1 200"}
 
 
-def heavy_lists(ship: Ship) -> None:
+def heavy_lists(ship: InstanceProcess) -> None:
     """Forty runs of nearly 1 MB each, and four clients who want all of them, again and again."""
     payload = {"padding": "x" * 900_000}
     for _ in range(40):
@@ -185,7 +185,7 @@ def heavy_lists(ship: Ship) -> None:
         assert max(pool.map(read, range(12))) < 2 * MEGABYTE
 
 
-def a_chatty_run(ship: Ship) -> None:
+def a_chatty_run(ship: InstanceProcess) -> None:
     """A run emits as fast as it can, while others are to end."""
     chatty = ship.trigger("chatter", {"count": 10_000, "pause": 0})["id"]
     for _ in range(10):
@@ -193,7 +193,7 @@ def a_chatty_run(ship: Ship) -> None:
     assert ship.ended(chatty, within=60)["state"] in {"succeeded", "failed"}
 
 
-def odd_exceptions(ship: Ship) -> None:
+def odd_exceptions(ship: InstanceProcess) -> None:
     """Runs raise whatever there is; each ends or waits, and its slot is free again."""
     ids = [ship.trigger("raise", {"what": what})["id"] for what in RAISED] * 2
     eventually(lambda: all(ship.run(run_id)["state"] != "running" and ship.run(run_id)["attempt"] for run_id in ids))
@@ -201,7 +201,7 @@ def odd_exceptions(ship: Ship) -> None:
     eventually(lambda: ship.me()["running"] == 0)
 
 
-def an_open_transaction(ship: Ship) -> None:
+def an_open_transaction(ship: InstanceProcess) -> None:
     """A caller keeps its transaction open for 20 s after it has triggered a run of an action that runs alone."""
     run_id = ship.trigger("hold-open", {"seconds": 600})["id"]
     eventually(lambda: ship.run(run_id)["state"] == "running")
@@ -213,7 +213,7 @@ def an_open_transaction(ship: Ship) -> None:
     assert ship.ended(run_id)["state"] == "cancelled"
 
 
-ATTACKS: Sequence[Callable[[Ship], None]] = (
+ATTACKS: Sequence[Callable[[InstanceProcess], None]] = (
     huge_headers,
     silent_and_slow_clients,
     feed_clients,
@@ -227,7 +227,7 @@ ATTACKS: Sequence[Callable[[Ship], None]] = (
 # -- what must be true afterwards -------------------------------------------------------------------------------------
 
 
-def slots(ship: Ship) -> list[datetime]:
+def slots(ship: InstanceProcess) -> list[datetime]:
     """The scheduled instants of the action that is due every second."""
     runs = ship.client.get("/runs?action=beat&limit=500").json()["items"]
     return [datetime.fromisoformat(run["scheduled_for"]) for run in reversed(runs)]
@@ -240,7 +240,7 @@ def resident_mb(pid: int) -> float:
 
 
 @contextmanager
-def ships_for(address: str, folder: Path) -> Iterator[list[Ship]]:
+def ships_for(address: str, folder: Path) -> Iterator[list[InstanceProcess]]:
     """Start two instances, with as many files allowed to us as the attacks need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
@@ -248,7 +248,7 @@ def ships_for(address: str, folder: Path) -> Iterator[list[Ship]]:
         yield fleet.start(2)
 
 
-def attack_beside_others(ships: Sequence[Ship], attack: Callable[[Ship], None]) -> Bystanders:
+def attack_beside_others(ships: Sequence[InstanceProcess], attack: Callable[[InstanceProcess], None]) -> Bystanders:
     ids = [ship.me()["id"] for ship in ships]
     with Bystanders(ships[0]) as others:
         attack(ships[0])
@@ -266,7 +266,7 @@ def attack_beside_others(ships: Sequence[Ship], attack: Callable[[Ship], None]) 
 
 
 @pytest.fixture(scope="module")
-def ships(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Ship]]:
+def ships(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[InstanceProcess]]:
     address = postgres.new_migrated_database()
     with ships_for(address, tmp_path_factory.mktemp("ships")) as own:
         yield own
@@ -275,7 +275,7 @@ def ships(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_whatever_one_caller_does_the_others_are_served(
-    ships: list[Ship], attack: Callable[[Ship], None], capsys: pytest.CaptureFixture[str]
+    ships: list[InstanceProcess], attack: Callable[[InstanceProcess], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = attack_beside_others(ships, attack)
     with capsys.disabled():

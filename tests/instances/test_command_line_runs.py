@@ -23,9 +23,9 @@ from app.fleet.cli import main
 from app.fleet.cli.actions import rough, some
 from app.fleet.cli.follow import Story
 from app.fleet.cli.terminal import clean, took
-from app.fleet.runs.events import Written
+from app.fleet.runs.events import StoredEvent
 from app.fleet.runs.records import RunRecord
-from tests.support.fleet import ROOT, Fleet, Ship, environment, run
+from tests.support.fleet import ROOT, Fleet, InstanceProcess, environment, run
 from tests.support.postgres import Postgres, eventually, free_port
 
 ACTIONS = "tests.support.trial_actions,tests.support.trial_schedules"
@@ -55,7 +55,7 @@ class CommandLine(Protocol):
 @dataclass(frozen=True)
 class Harbour:
     address: str
-    ship: Ship
+    ship: InstanceProcess
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +157,12 @@ def test_a_key_makes_one_run_and_the_second_time_it_says_so(flotilla: CommandLin
 
 
 def test_a_run_is_put_into_a_line_and_shown_with_it(flotilla: CommandLine) -> None:
-    held = flotilla("trigger", "noop", "--order-by", "acme", "--run-at", "2999-01-01T00:00:00Z", "--json").json
-    assert held["order_by"] == "acme"
-    waits = flotilla("trigger", "noop", "--order-by", "acme", "--json").json
+    held = flotilla("trigger", "noop", "--ordering-key", "acme", "--run-at", "2999-01-01T00:00:00Z", "--json").json
+    assert held["ordering_key"] == "acme"
+    waits = flotilla("trigger", "noop", "--ordering-key", "acme", "--json").json
     assert "order by       acme" in flotilla("runs", str(waits["id"])).out
     assert flotilla("runs", str(waits["id"]), "--json").json["state"] == "pending"
-    assert "order by" not in flotilla("runs", str(flotilla("trigger", "noop", "--json").json["id"])).out
+    assert "ordering key" not in flotilla("runs", str(flotilla("trigger", "noop", "--json").json["id"])).out
     assert flotilla("runs", "cancel", str(held["id"])).code == 0
     eventually(lambda: flotilla("runs", str(waits["id"]), "--json").json["state"] == "succeeded")
 
@@ -187,7 +187,7 @@ def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
         (["noop", "--run-at", "9999-12-31T23:59:59-14:00"], 2, "run_at is between the years"),
         (["noop", "--priority", "1001"], 2, "'--priority'"),
         (["noop", "--key", ""], 2, "a key has from 1 to 200 printable letters"),
-        (["noop", "--order-by", "x" * 201], 2, "order_by has from 1 to 200 printable letters"),
+        (["noop", "--ordering-key", "x" * 201], 2, "ordering_key has from 1 to 200 printable letters"),
         ([], 2, "name"),
         (["wiegh"], 5, "did you mean weigh"),
         (["zzz"], 5, "there are alone, "),
@@ -305,7 +305,7 @@ def test_a_run_that_waits_again_says_after_what(flotilla: CommandLine) -> None:
     now = datetime.now(UTC)
 
     def told(seq: int, **data: Any) -> str:
-        return story.goes_on(Written(seq, "state", json.dumps({"instance": "east", **data}), now))
+        return story.goes_on(StoredEvent(seq, "state", json.dumps({"instance": "east", **data}), now))
 
     story = Story(made)
     assert told(2, state="running", attempt=2) == "running on east, attempt 2 of 4"

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fleet import NOBODY, Fleet, Mode, Ship
+from tests.support.fleet import NOBODY, Fleet, InstanceProcess, Mode
 from tests.support.postgres import Postgres, eventually
 
 QUICK = {"FLOTILLA_HEADER_TIMEOUT": "2", "FLOTILLA_TRANSFER_TIMEOUT": "2", "FLOTILLA_IDLE_TIMEOUT": "3"}
@@ -21,7 +21,7 @@ LIVE = b"GET /health/live HTTP/1.1\r\nHost: service\r\n"
 
 
 @pytest.fixture(scope="module")
-def ship(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ship]:
+def ship(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InstanceProcess]:
     """One instance for all tests that only look at their own connections."""
     own = postgres.new_migrated_database()
     with Fleet(own, tmp_path_factory.mktemp("ship"), **QUICK) as fleet:
@@ -29,11 +29,11 @@ def ship(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     postgres.drop(own)
 
 
-def connect(ship: Ship) -> socket.socket:
+def connect(ship: InstanceProcess) -> socket.socket:
     return socket.create_connection(("127.0.0.1", ship.port), timeout=20)
 
 
-def ask(ship: Ship, *pieces: bytes) -> tuple[int | None, dict[str, Any]]:
+def ask(ship: InstanceProcess, *pieces: bytes) -> tuple[int | None, dict[str, Any]]:
     """Send this on a connection of its own, and read until the server closes it: the status, and a problem's body."""
     with connect(ship) as client:
         with contextlib.suppress(ConnectionError):
@@ -63,7 +63,7 @@ def is_alive_on(client: socket.socket) -> bool:
     return received.startswith(b"HTTP/1.1 200")
 
 
-def closed(ship: Ship, reason: str) -> float:
+def closed(ship: InstanceProcess, reason: str) -> float:
     """How many connections the instance has closed for this reason."""
     pattern = rf'^flotilla_connections_closed_total\{{reason="{reason}"\}} (\S+)$'
     found = re.search(pattern, ship.client.get("/metrics").text, re.MULTILINE)
@@ -87,7 +87,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("what", TOO_LARGE)
-def test_headers_that_are_too_large_are_answered_with_431(ship: Ship, what: str) -> None:
+def test_headers_that_are_too_large_are_answered_with_431(ship: InstanceProcess, what: str) -> None:
     before = closed(ship, "header_size")
     status, body = ask(ship, *TOO_LARGE[what])
     assert (status, body["status"]) == (431, 431)
@@ -96,13 +96,13 @@ def test_headers_that_are_too_large_are_answered_with_431(ship: Ship, what: str)
 
 
 @pytest.mark.parametrize("count", [199, 201])
-def test_a_request_may_have_200_headers(ship: Ship, count: int) -> None:
+def test_a_request_may_have_200_headers(ship: InstanceProcess, count: int) -> None:
     lines = [b"X-%d: a\r\n" % number for number in range(count - 2)]
     status, _ = ask(ship, LIVE, b"Connection: close\r\n", *lines, b"\r\n")
     assert status == (200 if count < 200 else 431)
 
 
-def test_headers_below_the_limit_pass_however_they_are_cut_and_whatever_body_follows(ship: Ship) -> None:
+def test_headers_below_the_limit_pass_however_they_are_cut_and_whatever_body_follows(ship: InstanceProcess) -> None:
     head = LIVE + b"Connection: close\r\nX-A: %s\r\n\r\n" % (b"a" * 60_000)
     for size in (len(head), 1000):
         assert ask(ship, *[head[at : at + size] for at in range(0, len(head), size)])[0] == 200
@@ -111,7 +111,7 @@ def test_headers_below_the_limit_pass_however_they_are_cut_and_whatever_body_fol
     assert ask(ship, post + b"Content-Length: %d\r\n\r\n" % len(body) + body)[0] == 200
 
 
-def test_what_is_not_http_is_a_problem_and_no_line_for_each(ship: Ship) -> None:
+def test_what_is_not_http_is_a_problem_and_no_line_for_each(ship: InstanceProcess) -> None:
     for _ in range(20):
         status, body = ask(ship, b"\x16\x03\x01 is what TLS begins with\r\n\r\n")
         assert (status, body["status"]) == (400, 400)
@@ -122,12 +122,12 @@ def test_what_is_not_http_is_a_problem_and_no_line_for_each(ship: Ship) -> None:
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_client_is_closed_and_one_in_the_middle_of_its_headers_is_told_why(ship: Ship) -> None:
+def test_a_silent_client_is_closed_and_one_in_the_middle_of_its_headers_is_told_why(ship: InstanceProcess) -> None:
     assert ask(ship) == (None, {})
     assert ask(ship, LIVE)[1]["status"] == 408
 
 
-def test_time_runs_for_the_next_request_of_a_connection_too(ship: Ship) -> None:
+def test_time_runs_for_the_next_request_of_a_connection_too(ship: InstanceProcess) -> None:
     with connect(ship) as client:
         assert is_alive_on(client)
         client.sendall(LIVE)
@@ -141,7 +141,9 @@ def test_time_runs_for_the_next_request_of_a_connection_too(ship: Ship) -> None:
 
 
 @pytest.mark.parametrize("dribbles", [False, True])
-def test_a_body_that_stops_or_dribbles_is_given_up_and_its_request_does_nothing(ship: Ship, dribbles: bool) -> None:
+def test_a_body_that_stops_or_dribbles_is_given_up_and_its_request_does_nothing(
+    ship: InstanceProcess, dribbles: bool
+) -> None:
     before = closed(ship, "slow_body")
     with connect(ship) as client:
         client.sendall(b"POST /trial/parcels HTTP/1.1\r\nHost: service\r\nContent-Type: application/json\r\n")
@@ -158,7 +160,7 @@ def test_a_body_that_stops_or_dribbles_is_given_up_and_its_request_does_nothing(
     assert closed(ship, "slow_body") == before + 1
 
 
-def test_a_body_that_is_slow_and_fast_enough_is_read(ship: Ship) -> None:
+def test_a_body_that_is_slow_and_fast_enough_is_read(ship: InstanceProcess) -> None:
     body = b'{"weight": 3, "label": "%s"}' % (b"a" * 9_000)
     with connect(ship) as client:
         client.sendall(b"POST /trial/parcels HTTP/1.1\r\nHost: service\r\nConnection: close\r\n")
@@ -170,13 +172,13 @@ def test_a_body_that_is_slow_and_fast_enough_is_read(ship: Ship) -> None:
         assert answer_on(client)[0] == 200
 
 
-def test_a_request_that_takes_long_costs_its_client_nothing(ship: Ship) -> None:
+def test_a_request_that_takes_long_costs_its_client_nothing(ship: InstanceProcess) -> None:
     with httpx.Client(base_url=ship.url, verify=NOBODY, timeout=30) as client:
         assert client.get("/trial/slow?seconds=4").status_code == 200
 
 
 @pytest.mark.parametrize("how", ["whole", "pieces"])
-def test_a_client_that_does_not_read_its_answer_is_reset(ship: Ship, how: str) -> None:
+def test_a_client_that_does_not_read_its_answer_is_reset(ship: InstanceProcess, how: str) -> None:
     before = closed(ship, "stalled_read")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -185,7 +187,7 @@ def test_a_client_that_does_not_read_its_answer_is_reset(ship: Ship, how: str) -
         eventually(lambda: closed(ship, "stalled_read") == before + 1)
 
 
-def test_a_client_that_reads_its_answer_slowly_has_all_of_it(ship: Ship) -> None:
+def test_a_client_that_reads_its_answer_slowly_has_all_of_it(ship: InstanceProcess) -> None:
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         client.connect(("127.0.0.1", ship.port))
@@ -201,7 +203,7 @@ def test_a_client_that_reads_its_answer_slowly_has_all_of_it(ship: Ship) -> None
 # -- many -------------------------------------------------------------------------------------------------------------
 
 
-def test_pipelined_requests_are_answered_in_turn_up_to_a_limit(ship: Ship) -> None:
+def test_pipelined_requests_are_answered_in_turn_up_to_a_limit(ship: InstanceProcess) -> None:
     with connect(ship) as client:
         client.sendall((LIVE + b"\r\n") * 20 + LIVE + b"Connection: close\r\n\r\n")
         received = b""
@@ -213,7 +215,7 @@ def test_pipelined_requests_are_answered_in_turn_up_to_a_limit(ship: Ship) -> No
     assert closed(ship, "pipelined") == before + 1
 
 
-def test_clients_that_leave_in_the_middle_of_a_body_are_a_line_each_and_no_traceback(ship: Ship) -> None:
+def test_clients_that_leave_in_the_middle_of_a_body_are_a_line_each_and_no_traceback(ship: InstanceProcess) -> None:
     def abandoned() -> float:
         found = re.search(r"^flotilla_requests_abandoned_total (\S+)$", ship.client.get("/metrics").text, re.MULTILINE)
         assert found is not None
@@ -229,7 +231,7 @@ def test_clients_that_leave_in_the_middle_of_a_body_are_a_line_each_and_no_trace
     assert ship.errors() == []
 
 
-def test_a_websocket_that_nothing_serves_is_refused_and_counted_no_more(ship: Ship) -> None:
+def test_a_websocket_that_nothing_serves_is_refused_and_counted_no_more(ship: InstanceProcess) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     with connect(ship) as client:
         client.sendall(LIVE + upgrade + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
@@ -250,13 +252,13 @@ LIMIT = 24
 
 
 @pytest.fixture
-def small(address: str, tmp_path: Path) -> Iterator[Ship]:
+def small(address: str, tmp_path: Path) -> Iterator[InstanceProcess]:
     with Fleet(address, tmp_path, FLOTILLA_CONNECTIONS=str(LIMIT)) as fleet:
         yield fleet.start()[0]
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health"], ids=["silent", "dribbling"])
-def test_a_flood_of_clients_without_a_request_displaces_none_that_has_one(small: Ship, sent: bytes) -> None:
+def test_a_flood_of_clients_without_a_request_displaces_none_that_has_one(small: InstanceProcess, sent: bytes) -> None:
     with ExitStack() as stack, connect(small) as busy:
         busy.sendall(LIVE.replace(b"/health/live", b"/trial/slow?seconds=2") + b"Connection: close\r\n\r\n")
         for _ in range(10 * LIMIT):
@@ -272,7 +274,7 @@ def test_a_flood_of_clients_without_a_request_displaces_none_that_has_one(small:
             assert is_alive_on(stack.enter_context(connect(small)))
 
 
-def test_where_every_connection_has_a_request_others_are_503_and_probes_are_answered(small: Ship) -> None:
+def test_where_every_connection_has_a_request_others_are_503_and_probes_are_answered(small: InstanceProcess) -> None:
     slow = b"GET /trial/slow?seconds=600 HTTP/1.1\r\nHost: service\r\n\r\n"
     with ExitStack() as stack:
         for _ in range(LIMIT):
@@ -290,7 +292,7 @@ def test_where_every_connection_has_a_request_others_are_503_and_probes_are_answ
     eventually(lambda: small.status("/actions") == 200)
 
 
-def test_streams_leave_room_for_other_requests(small: Ship) -> None:
+def test_streams_leave_room_for_other_requests(small: InstanceProcess) -> None:
     with ExitStack() as stack:
         for _ in range(LIMIT * 3 // 4):
             client = stack.enter_context(connect(small))
@@ -314,7 +316,7 @@ def test_more_clients_than_files_are_allowed_do_not_end_the_probes(fleet: Fleet)
 # -- who may connect --------------------------------------------------------------------------------------------------
 
 
-def test_without_keys_and_without_a_host_only_this_machine_can_connect(ship: Ship) -> None:
+def test_without_keys_and_without_a_host_only_this_machine_can_connect(ship: InstanceProcess) -> None:
     # Every address of 127.0.0.0/8 is this machine's; one that listens everywhere answers at each.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", ship.port), timeout=5)

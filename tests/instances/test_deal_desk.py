@@ -39,7 +39,7 @@ HURRY = {
     "DESK_FILINGS_EVERY": "1s",
     "DESK_HALTS_EVERY": "1",
     "DESK_SOURCES_EVERY": "3s",
-    "DESK_RETRY_MOST": "1s",
+    "DESK_MAX_RETRY_DELAY": "1s",
     # Of ten that are allowed within any second; where the upstream itself is held up, requests come closer together.
     "DESK_EDGAR_RATE": "4/s",
     # So many filings at once that reading them all at once would be too many.

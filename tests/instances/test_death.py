@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from app.fleet.db.direct import LEASE
-from tests.support.fleet import Fleet, Ship, blocked, by_name, leader_of
+from tests.support.fleet import Fleet, InstanceProcess, blocked, by_name, leader_of
 from tests.support.postgres import Postgres, eventually
 
 
-def others(ships: list[Ship], one: Ship) -> list[Ship]:
+def others(ships: list[InstanceProcess], one: InstanceProcess) -> list[InstanceProcess]:
     return [ship for ship in ships if ship is not one]
 
 
-def row(witness: Ship, name: str) -> dict[str, Any]:
+def row(witness: InstanceProcess, name: str) -> dict[str, Any]:
     return by_name(witness.instances())[name]
 
 
-def wait_for_more(ship: Ship, event: str, than: int) -> None:
+def wait_for_more(ship: InstanceProcess, event: str, than: int) -> None:
     eventually(lambda: len(ship.lines(event)) > than)
 
 

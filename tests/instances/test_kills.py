@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from tests.support.fleet import Fleet, Ship
+from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually
 from tests.support.trial_actions import EFFECTS
 
@@ -62,7 +62,7 @@ def effects_of(session: psycopg.Connection[TupleRow]) -> dict[int, int]:
     return dict(session.execute("SELECT run_id, count(*) FROM public.effects GROUP BY run_id").fetchall())
 
 
-def top_up(session: psycopg.Connection[TupleRow], ship: Ship, chance: random.Random) -> list[int]:
+def top_up(session: psycopg.Connection[TupleRow], ship: InstanceProcess, chance: random.Random) -> list[int]:
     row = session.execute("SELECT count(*) FROM flotilla.runs").fetchone()
     assert row is not None
     wanted = IN_FLIGHT - row[0]

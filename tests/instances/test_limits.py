@@ -9,7 +9,7 @@ import pytest
 from psycopg.rows import TupleRow
 
 from app.fleet.coordination.limits import LATE
-from tests.support.fleet import Fleet, Ship
+from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.limits import excess
 from tests.support.postgres import eventually
 
@@ -37,7 +37,9 @@ def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_
     assert found[-1] <= LATE * RATE, found
 
 
-def excess_with_a_freeze(ships: Sequence[Ship], session: psycopg.Connection[TupleRow], folder: Path) -> float:
+def excess_with_a_freeze(
+    ships: Sequence[InstanceProcess], session: psycopg.Connection[TupleRow], folder: Path
+) -> float:
     gate = folder / f"gate-{time.monotonic_ns()}"
     payload = {"rate": f"{RATE}/s", "workers": 200, "gate": str(gate)}
     ids = [ship.trigger("take-permits", payload)["id"] for ship in ships]

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from tests.support.fleet import Fleet, Ship
+from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.lines import NUMBERED, TOLD, lines_of
 from tests.support.postgres import eventually
 
@@ -40,7 +40,7 @@ def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: b
     """
     chance = random.Random(21)
     ships = fleet.start(INSTANCES)
-    leaving: list[Ship] = []
+    leaving: list[InstanceProcess] = []
     wanted: dict[str, list[int]] = {f"line-{number}": [] for number in range(LINES)}
     with psycopg.connect(address, autocommit=True) as session:
         for _ in range(KILLS if kill else KILLS // 4):
@@ -65,7 +65,9 @@ def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: b
         assert again[0] > 0, "runs were under way on those that were killed"
 
 
-def one_in_a_long_run(session: psycopg.Connection[TupleRow], ships: Sequence[Ship]) -> Ship | None:
+def one_in_a_long_run(
+    session: psycopg.Connection[TupleRow], ships: Sequence[InstanceProcess]
+) -> InstanceProcess | None:
     """An instance that has begun a long run just now, and so ends in the middle of it."""
     found = session.execute(
         "SELECT i.pid FROM flotilla.runs AS r JOIN flotilla.instances AS i ON i.id = r.instance_id "
@@ -76,11 +78,11 @@ def one_in_a_long_run(session: psycopg.Connection[TupleRow], ships: Sequence[Shi
     return next((by_pid[pid] for (pid,) in found if pid in by_pid), None)
 
 
-def put_in(ship: Ship, wanted: dict[str, list[int]], chance: random.Random) -> None:
+def put_in(ship: InstanceProcess, wanted: dict[str, list[int]], chance: random.Random) -> None:
     keys = [chance.choice(sorted(wanted)) for _ in range(BATCH)]
     payloads = [{"seconds": chance.choice((0, 0.01, 0.1, LONG))} for _ in keys]
     runs = [
-        {"action": "step", "payload": payload, "order_by": key} for key, payload in zip(keys, payloads, strict=True)
+        {"action": "step", "payload": payload, "ordering_key": key} for key, payload in zip(keys, payloads, strict=True)
     ]
     for key, run_id in zip(keys, ship.trigger_all(runs), strict=True):
         wanted[key].append(run_id)

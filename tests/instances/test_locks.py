@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from tests.chaos.exclusion import CONFIGURATION, strike
-from tests.support.fleet import Fleet, Ship, by_name, run
+from tests.support.fleet import Fleet, InstanceProcess, by_name, run
 from tests.support.postgres import eventually, server
 from tests.support.trial_actions import EFFECTS
 
@@ -34,15 +34,15 @@ def effects(address: str, note: str) -> list[tuple[int, str]]:
         ).fetchall()
 
 
-def holder_of(ship: Ship, name: str) -> str | None:
+def holder_of(ship: InstanceProcess, name: str) -> str | None:
     held = {lock["name"]: lock for lock in ship.client.get("/locks").json()["items"]}
     return held[name]["instance"] if name in held else None
 
 
-def runs_it(ships: Sequence[Ship], name: str) -> Ship:
+def runs_it(ships: Sequence[InstanceProcess], name: str) -> InstanceProcess:
     """The one that holds a lock, once somebody does."""
 
-    def find() -> Ship | None:
+    def find() -> InstanceProcess | None:
         holder = holder_of(ships[0], name)
         return next((ship for ship in ships if ship.me()["name"] == holder), None)
 
@@ -88,7 +88,7 @@ def test_a_holder_that_was_frozen_writes_nothing_guarded_after_the_next_one(flee
 def test_a_singleton_runs_on_one_instance_and_moves_on_when_that_one_leaves_or_dies(fleet: Fleet) -> None:
     ships = fleet.start(3, "serve", **WITH_BEACON)
     seen = []
-    for end in (Ship.terminate, Ship.kill, None):
+    for end in (InstanceProcess.terminate, InstanceProcess.kill, None):
         owner = runs_it(ships, "singleton:beacon")
         count = len(effects(fleet.address, "beacon"))
         eventually(lambda count=count: len(effects(fleet.address, "beacon")) > count + 2)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fleet import Fleet, Mode, Ship, by_name
+from tests.support.fleet import Fleet, InstanceProcess, Mode, by_name
 from tests.support.postgres import Postgres, eventually, server
 from tests.support.tools import network_namespaces
 
@@ -118,7 +118,7 @@ def reachable_postgres() -> Iterator[Postgres]:
         yield running
 
 
-class Islander(Ship):
+class Islander(InstanceProcess):
     """An instance in a network namespace of its own."""
 
     def __init__(self, network: Network, postgres: Postgres, log: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Self
 import httpx
 import pytest
 
-from tests.support.fleet import NOBODY, Fleet, Ship
+from tests.support.fleet import NOBODY, Fleet, InstanceProcess
 from tests.support.postgres import eventually, free_port
 from tests.support.tools import program
 
@@ -118,7 +118,7 @@ def restart_each_three_times(fleet: Fleet, entry: str, ports: list[int], drain_d
     return load
 
 
-def back_in_rotation(entry: str, ship: Ship) -> None:
+def back_in_rotation(entry: str, ship: InstanceProcess) -> None:
     """Wait until HAProxy sends requests to this instance again: its access log says so."""
 
     def served() -> bool:

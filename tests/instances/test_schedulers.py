@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from tests.support.fleet import Fleet, Ship, blocked, leader_of
+from tests.support.fleet import Fleet, InstanceProcess, blocked, leader_of
 from tests.support.postgres import eventually
 
 ROUNDS = 1000
@@ -67,7 +67,7 @@ def test_n_schedulers_make_one_run_of_each_slot(
         assert len([ship for ship in ships if made_by(ship)]) > 1
 
 
-def made_by(ship: Ship) -> int:
+def made_by(ship: InstanceProcess) -> int:
     found = COUNT.search(ship.client.get("/metrics").text)
     assert found is not None
     return int(float(found[1]))

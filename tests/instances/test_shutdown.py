@@ -16,7 +16,7 @@ import httpx
 import psycopg
 import pytest
 
-from tests.support.fleet import ROOT, Fleet, Mode, Ship, blocked, environment, run
+from tests.support.fleet import ROOT, Fleet, InstanceProcess, Mode, blocked, environment, run
 from tests.support.postgres import Postgres, eventually, free_port
 from tests.support.tools import process_namespaces
 
@@ -25,7 +25,7 @@ ALONE: list[Mode] = ["serve", "uvicorn"]
 EVERY: list[Mode] = ["serve", "uvicorn", "workers"]
 
 
-def listening(ship: Ship) -> bool:
+def listening(ship: InstanceProcess) -> bool:
     with socket.socket() as probe:
         probe.settimeout(2)
         return probe.connect_ex(("127.0.0.1", ship.port)) == 0
@@ -195,7 +195,7 @@ def test_down_works_even_when_its_notification_is_lost(fleet: Fleet) -> None:
 
 PATCH = """
 import asyncio
-from app.fleet.engine.executor import Executor
+from app.fleet.engine.execute.executor import Executor
 
 async def hang(self):
     while True:
@@ -210,7 +210,7 @@ from tests.support import trial_routes
 RUN = "import hanging; from app.fleet.cli import main; main()"
 
 
-class Hanging(Ship):
+class Hanging(InstanceProcess):
     """An instance whose executor never stops."""
 
     def _command(self, mode: Mode) -> list[str]:
@@ -255,7 +255,7 @@ def test_a_step_that_hangs_is_cut_at_its_limit_and_the_others_still_happen(
     assert {line["step"] for line in ship.lines("shutdown.step") if line["outcome"] == "cut"} == {"executor"}
 
 
-def end_with_in_flight(fleet: Fleet, path: str) -> Ship:
+def end_with_in_flight(fleet: Fleet, path: str) -> InstanceProcess:
     """Run an instance to its end while a request is in flight that would never end by itself."""
     (ship,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_TIMEOUT="1")
     flying = in_background(lambda: swallow(ship.url + path))
@@ -370,7 +370,7 @@ def test_a_reload_at_a_desk_does_not_wait_for_load_balancers(address: str, tmp_p
         process.wait(20)
 
 
-class FirstProcess(Ship):
+class FirstProcess(InstanceProcess):
     """An instance that is process 1, as in a container: signals without a handler do nothing to it."""
 
     def _command(self, mode: Mode) -> list[str]:

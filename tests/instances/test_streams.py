@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.fleet import Fleet, Ship
+from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually
 from tests.support.streams import Watcher, messages
 
@@ -116,7 +116,7 @@ def has_more(watcher: Watcher, before: int) -> bool:
     return len(watcher.told) > before
 
 
-def owner_of(ships: Sequence[Ship], run_id: int) -> Ship:
+def owner_of(ships: Sequence[InstanceProcess], run_id: int) -> InstanceProcess:
     name = eventually(lambda: ships[0].run(run_id)["instance"])
     return next(ship for ship in ships if ship.me()["name"] == name)
 
@@ -198,7 +198,7 @@ def test_over_the_cap_streams_are_refused_and_the_instance_serves_on(fleet: Flee
     assert ship.status() == 200
 
 
-def stream_status(ship: Ship, run_id: int) -> int:
+def stream_status(ship: InstanceProcess, run_id: int) -> int:
     with httpx.stream("GET", f"{ship.url}/runs/{run_id}/events", timeout=30) as answer:
         return answer.status_code
 
@@ -229,14 +229,14 @@ def test_a_client_that_never_reads_does_not_hold_a_drain_up(fleet: Fleet) -> Non
     assert not ship.errors()
 
 
-def more_than_buffers_hold(ship: Ship) -> int:
+def more_than_buffers_hold(ship: InstanceProcess) -> int:
     run_id: int = ship.trigger("chatter", {"count": 400, "pause": 0.0, "padding": 60_000})["id"]
     ship.ended(run_id, within=60)
     return run_id
 
 
 @contextmanager
-def stalled(ship: Ship, run_id: int) -> Iterator[None]:
+def stalled(ship: InstanceProcess, run_id: int) -> Iterator[None]:
     """Have somebody ask for a run's events, and never read them."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -12,17 +12,17 @@ import pytest
 from app.fleet import InSession, Run, action, trigger
 from app.fleet.engine.actions import admin
 from app.fleet.engine.dispatch.scheduler import READ_UNLOCKED
-from app.fleet.engine.maintenance.reconciler import Lookout
+from app.fleet.engine.maintenance.reconciler import Reconciler
 from app.fleet.http.auth import make_key
 from app.fleet.http.problems import BY_STATUS
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
 RUN = {
     *("id", "action", "state", "trigger", "payload", "scheduled_for", "run_at", "attempt", "max_attempts", "instance"),
-    *("order_by", "result", "error", "progress", "created_at", "started_at", "finished_at"),
+    *("ordering_key", "result", "error", "progress", "created_at", "started_at", "finished_at"),
 }
 ACTION = {
     *("name", "summary", "schedule", "state", "next_run_at", "last_run", "running_on", "standby", "overlap", "misfire"),
@@ -73,34 +73,36 @@ async def names(run: Run[list[str]]) -> list[str]:
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address, actions=MODULES) as own:
         yield own
 
 
-async def get(here: Desk, path: str, status: int = 200) -> Any:
+async def get(here: LocalInstance, path: str, status: int = 200) -> Any:
     answer = await here.running.client.get(path)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
-async def post(here: Desk, path: str, body: Any = None, status: int | None = None, **given: Any) -> httpx.Response:
+async def post(
+    here: LocalInstance, path: str, body: Any = None, status: int | None = None, **given: Any
+) -> httpx.Response:
     answer = await here.running.client.post(path, json=body, **given)
     assert status is None or answer.status_code == status, answer.text
     return answer
 
 
-async def send(here: Desk, content: bytes, content_type: str = "application/json") -> httpx.Response:
+async def send(here: LocalInstance, content: bytes, content_type: str = "application/json") -> httpx.Response:
     headers = {"content-type": content_type}
     return await here.running.client.post("/actions/echo/runs", content=content, headers=headers)
 
 
-async def runs_there_are(here: Desk) -> int:
+async def runs_there_are(here: LocalInstance) -> int:
     ((there,),) = await here.sql("SELECT (SELECT count(*) FROM runs) + (SELECT count(*) FROM finished_runs)")
     return int(there)
 
 
-async def an_action_of_another_release(here: Desk, *, living: bool) -> None:
+async def an_action_of_another_release(here: LocalInstance, *, living: bool) -> None:
     await here.sql(
         """
         INSERT INTO actions (name, schedule, misfire, overlap, priority, max_attempts, retention, next_run_at)
@@ -127,14 +129,14 @@ async def an_action_of_another_release(here: Desk, *, living: bool) -> None:
 # -- seeing them ------------------------------------------------------------------------------------------------------
 
 
-async def test_the_list_has_every_action_by_name_with_the_promised_fields(here: Desk) -> None:
+async def test_the_list_has_every_action_by_name_with_the_promised_fields(here: LocalInstance) -> None:
     items = (await get(here, "/actions"))["items"]
     assert [each["name"] for each in items] == sorted(each.name for each in here.engine.catalogue)
     assert all(set(each) == ACTION for each in items)
     assert await get(here, "/actions/noop") in items
 
 
-async def test_an_action_shows_its_schedule_and_when_it_is_due_next(here: Desk) -> None:
+async def test_an_action_shows_its_schedule_and_when_it_is_due_next(here: LocalInstance) -> None:
     shown = await get(here, "/actions/seldom")
     assert shown["summary"] == "Run when the test makes it due."
     assert (shown["schedule"], shown["misfire"], shown["state"]) == ("every 10h jitter 1s", "skip", "active")
@@ -142,12 +144,12 @@ async def test_an_action_shows_its_schedule_and_when_it_is_due_next(here: Desk) 
     assert timedelta(hours=9, minutes=58) < left <= timedelta(hours=10)
 
 
-async def test_an_action_without_a_schedule_has_neither_schedule_nor_next_run(here: Desk) -> None:
+async def test_an_action_without_a_schedule_has_neither_schedule_nor_next_run(here: LocalInstance) -> None:
     shown = await get(here, "/actions/count")
     assert (shown["schedule"], shown["next_run_at"], shown["summary"], shown["last_run"]) == (None, None, None, None)
 
 
-async def test_an_action_shows_its_options_as_they_are_declared(here: Desk) -> None:
+async def test_an_action_shows_its_options_as_they_are_declared(here: LocalInstance) -> None:
     shown = await get(here, "/actions/urgent")
     options = ("overlap", "misfire", "priority", "max_attempts", "concurrency", "rate", "retention")
     assert [shown[option] for option in options] == ["allow", "once", 7, 2, 3, "5/10s", "36h"]
@@ -159,15 +161,15 @@ async def test_an_action_shows_its_options_as_they_are_declared(here: Desk) -> N
 async def test_an_instance_that_is_ready_stands_by_before_anything_has_looked(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(_: Lookout) -> None: ...
+    async def never(_: Reconciler) -> None: ...
 
-    monkeypatch.setattr(Lookout, "_start", never)
+    monkeypatch.setattr(Reconciler, "_start", never)
     async with desk(address, actions=MODULES) as here:
         me = (await get(here, "/health/instances"))["self"]
         assert (await get(here, "/actions/noop"))["standby"] == [me]
 
 
-async def test_who_runs_it_is_named_while_it_runs(here: Desk) -> None:
+async def test_who_runs_it_is_named_while_it_runs(here: LocalInstance) -> None:
     me = (await get(here, "/health/instances"))["self"]
     run_id = await here.trigger("nap", {"seconds": 60})
     await here.until(run_id, "running")
@@ -179,7 +181,7 @@ async def test_who_runs_it_is_named_while_it_runs(here: Desk) -> None:
     assert (await get(here, "/actions/nap"))["running_on"] == []
 
 
-async def test_the_last_run_is_the_newest_that_ended_runs_or_waits(here: Desk) -> None:
+async def test_the_last_run_is_the_newest_that_ended_runs_or_waits(here: LocalInstance) -> None:
     first = await here.run("noop")
     assert (await get(here, "/actions/noop"))["last_run"]["id"] == first.id
     second = await here.run("noop")
@@ -191,7 +193,7 @@ async def test_the_last_run_is_the_newest_that_ended_runs_or_waits(here: Desk) -
     assert (await get(here, "/actions/echo"))["last_run"]["state"] == "succeeded"
 
 
-async def test_an_action_that_no_living_instance_has_is_vanished(here: Desk) -> None:
+async def test_an_action_that_no_living_instance_has_is_vanished(here: LocalInstance) -> None:
     await an_action_of_another_release(here, living=False)
     shown = await get(here, "/actions/brand-new")
     assert (shown["state"], shown["standby"], shown["next_run_at"]) == ("vanished", [], None)
@@ -201,13 +203,15 @@ async def test_an_action_that_no_living_instance_has_is_vanished(here: Desk) -> 
     assert "no living instance" in str(is_problem(refused, "not-found")["detail"])
 
 
-async def test_an_instance_that_is_gone_stands_by_for_nothing(here: Desk) -> None:
+async def test_an_instance_that_is_gone_stands_by_for_nothing(here: LocalInstance) -> None:
     await an_action_of_another_release(here, living=True)
     await here.sql("UPDATE instances SET state = 'gone', gone_at = now() WHERE name = 'newer'")
     assert (await get(here, "/actions/brand-new"))["state"] == "vanished"
 
 
-async def test_while_releases_are_mixed_an_action_of_the_newer_one_can_be_seen_and_paused_here(here: Desk) -> None:
+async def test_while_releases_are_mixed_an_action_of_the_newer_one_can_be_seen_and_paused_here(
+    here: LocalInstance,
+) -> None:
     await an_action_of_another_release(here, living=True)
     shown = await get(here, "/actions/brand-new")
     assert (shown["state"], shown["standby"], shown["summary"]) == ("active", ["newer"], None)
@@ -215,7 +219,9 @@ async def test_while_releases_are_mixed_an_action_of_the_newer_one_can_be_seen_a
     assert (await post(here, "/actions/brand-new/resume", status=200)).json()["state"] == "active"
 
 
-async def test_while_releases_are_mixed_a_trigger_of_the_newer_ones_action_is_sent_elsewhere(here: Desk) -> None:
+async def test_while_releases_are_mixed_a_trigger_of_the_newer_ones_action_is_sent_elsewhere(
+    here: LocalInstance,
+) -> None:
     await an_action_of_another_release(here, living=True)
     for path, body in (
         ("/actions/brand-new/runs", {}),
@@ -229,13 +235,13 @@ async def test_while_releases_are_mixed_a_trigger_of_the_newer_ones_action_is_se
 
 
 @pytest.mark.parametrize("name", ["none-such", "%00", "Caf%C3%A9", "a%2Fb", "x" * 101])
-async def test_an_unknown_action_is_404_whatever_is_asked_of_it(here: Desk, name: str) -> None:
+async def test_an_unknown_action_is_404_whatever_is_asked_of_it(here: LocalInstance, name: str) -> None:
     is_problem(await here.running.client.get(f"/actions/{name}"), "not-found")
     for what in ("runs", "pause", "resume"):
         is_problem(await post(here, f"/actions/{name}/{what}"), "not-found")
 
 
-async def test_the_list_reads_nothing_of_the_history_but_the_last_runs(here: Desk) -> None:
+async def test_the_list_reads_nothing_of_the_history_but_the_last_runs(here: LocalInstance) -> None:
     await here.sql(
         """
         INSERT INTO actions (name, misfire, overlap, priority, max_attempts, retention)
@@ -270,7 +276,7 @@ async def test_the_list_reads_nothing_of_the_history_but_the_last_runs(here: Des
 # -- triggering -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_trigger_without_a_body_is_answered_with_the_run_and_where_it_is(here: Desk) -> None:
+async def test_a_trigger_without_a_body_is_answered_with_the_run_and_where_it_is(here: LocalInstance) -> None:
     answer = await here.running.client.post("/actions/noop/runs")
     assert answer.status_code == 202
     run = answer.json()
@@ -281,7 +287,7 @@ async def test_a_trigger_without_a_body_is_answered_with_the_run_and_where_it_is
     assert ended.state == "succeeded"
 
 
-async def test_the_run_that_is_answered_is_the_run_that_is_there(here: Desk) -> None:
+async def test_the_run_that_is_answered_is_the_run_that_is_there(here: LocalInstance) -> None:
     await post(here, "/actions/echo/pause", status=200)
     order = {"payload": {"a": [1, None, "ü"]}, "priority": 3, "run_at": "2030-01-01T12:00:00+01:00", "key": "once"}
     run = (await post(here, "/actions/echo/runs", order, 202)).json()
@@ -290,19 +296,19 @@ async def test_the_run_that_is_answered_is_the_run_that_is_there(here: Desk) -> 
     assert await here.sql("SELECT priority FROM runs") == [(3,)]
 
 
-async def test_every_field_may_be_null(here: Desk) -> None:
+async def test_every_field_may_be_null(here: LocalInstance) -> None:
     order = {"payload": None, "key": None, "run_at": None, "priority": None}
     await post(here, "/actions/noop/runs", order, 202)
 
 
-async def test_without_a_priority_it_is_the_actions_own(here: Desk) -> None:
+async def test_without_a_priority_it_is_the_actions_own(here: LocalInstance) -> None:
     await post(here, "/actions/urgent/pause", status=200)
     await post(here, "/actions/urgent/runs", {}, 202)
     await post(here, "/actions/urgent/runs", {"priority": 0}, 202)
     assert await here.sql("SELECT priority FROM runs ORDER BY id") == [(7,), (0,)]
 
 
-async def test_a_run_for_later_waits_until_then(here: Desk) -> None:
+async def test_a_run_for_later_waits_until_then(here: LocalInstance) -> None:
     later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     waiting = (await post(here, "/actions/noop/runs", {"run_at": later}, 202)).json()
     await here.run("noop")
@@ -312,7 +318,7 @@ async def test_a_run_for_later_waits_until_then(here: Desk) -> None:
 @pytest.mark.parametrize(
     ("name", "payload"), [("count", 3), ("count", 0), ("names", ["a"]), ("names", []), ("echo", {}), ("weigh", None)]
 )
-async def test_a_payload_is_whatever_the_actions_type_takes(here: Desk, name: str, payload: Any) -> None:
+async def test_a_payload_is_whatever_the_actions_type_takes(here: LocalInstance, name: str, payload: Any) -> None:
     if payload is None:
         is_problem(await post(here, f"/actions/{name}/runs", {"payload": None}), "invalid")
         return
@@ -321,7 +327,7 @@ async def test_a_payload_is_whatever_the_actions_type_takes(here: Desk, name: st
     assert (await here.ended(run["id"])).result == payload
 
 
-async def test_a_payload_that_does_not_fit_is_refused_with_the_name_of_the_field(here: Desk) -> None:
+async def test_a_payload_that_does_not_fit_is_refused_with_the_name_of_the_field(here: LocalInstance) -> None:
     refused = await post(here, "/actions/weigh/runs", {"payload": {"weight": "s3cret"}})
     problem = is_problem(refused, "invalid")
     assert [each["field"] for each in problem["errors"]] == ["payload.weight"]  # type: ignore[attr-defined]
@@ -330,38 +336,40 @@ async def test_a_payload_that_does_not_fit_is_refused_with_the_name_of_the_field
     assert await runs_there_are(here) == 0
 
 
-async def test_an_action_of_objects_takes_nothing_else_however_empty(here: Desk) -> None:
+async def test_an_action_of_objects_takes_nothing_else_however_empty(here: LocalInstance) -> None:
     for payload in ([], 0, "", False, "text", 1.5, [1]):
         problem = is_problem(await post(here, "/actions/echo/runs", {"payload": payload}), "invalid")
         assert problem["errors"] == [{"field": "payload", "message": "Input should be a valid dictionary"}], payload
 
 
-async def test_a_field_that_does_not_fit_is_named_and_nothing_is_written(here: Desk) -> None:
+async def test_a_field_that_does_not_fit_is_named_and_nothing_is_written(here: LocalInstance) -> None:
     for field, value in MISFITS:
         problem = is_problem(await post(here, "/actions/noop/runs", {field: value}), "invalid")
         assert [each["field"] for each in problem["errors"]] == [field], value  # type: ignore[attr-defined]
     assert await runs_there_are(here) == 0
 
 
-async def test_a_number_that_json_does_not_have_is_refused_and_not_made_null(here: Desk) -> None:
+async def test_a_number_that_json_does_not_have_is_refused_and_not_made_null(here: LocalInstance) -> None:
     for number in ("NaN", "Infinity", "-Infinity", "1e999"):
         problem = is_problem(await send(here, f'{{"payload": {{"x": [{number}]}}}}'.encode()), "invalid")
         assert [each["field"] for each in problem["errors"]] == ["payload"], number  # type: ignore[attr-defined]
 
 
-async def test_a_body_that_is_no_json_object_is_refused(here: Desk) -> None:
+async def test_a_body_that_is_no_json_object_is_refused(here: LocalInstance) -> None:
     for content in (b"{", b"[]", b"null", b"\xff", b'{"payload": "\\ud800"}', b"[" * 5000):
         is_problem(await send(here, content), "invalid")
     assert await runs_there_are(here) == 0
 
 
-async def test_a_body_of_another_type_is_refused(here: Desk) -> None:
+async def test_a_body_of_another_type_is_refused(here: LocalInstance) -> None:
     is_problem(await send(here, b"{}", "application/x-www-form-urlencoded"), "unsupported-media-type")
     is_problem(await here.running.client.post("/actions/echo/runs", content=b"{}"), "unsupported-media-type")
     assert await runs_there_are(here) == 0
 
 
-async def test_an_action_that_runs_alone_is_refused_while_it_is_active_and_the_run_is_named(here: Desk) -> None:
+async def test_an_action_that_runs_alone_is_refused_while_it_is_active_and_the_run_is_named(
+    here: LocalInstance,
+) -> None:
     run = (await post(here, "/actions/alone/runs", {"payload": {"seconds": 60}}, 202)).json()
     problem = is_problem(await post(here, "/actions/alone/runs"), "conflict")
     assert problem["run"] == run["id"]
@@ -371,7 +379,7 @@ async def test_an_action_that_runs_alone_is_refused_while_it_is_active_and_the_r
     await post(here, "/actions/alone/runs", {"payload": {"seconds": 0}}, 202)
 
 
-async def test_a_route_of_the_service_that_triggers_has_the_same_answers(here: Desk) -> None:
+async def test_a_route_of_the_service_that_triggers_has_the_same_answers(here: LocalInstance) -> None:
     async def own(session: InSession, name: str, weight: str, key: str = "k") -> int:
         return await trigger(name, {"weight": weight}, key=key, session=session)
 
@@ -394,7 +402,7 @@ def test_a_status_that_a_route_raises_by_itself_has_the_general_kind() -> None:
 # -- pausing and resuming ---------------------------------------------------------------------------------------------
 
 
-async def test_while_an_action_is_paused_triggers_are_accepted_and_wait(here: Desk) -> None:
+async def test_while_an_action_is_paused_triggers_are_accepted_and_wait(here: LocalInstance) -> None:
     paused = (await post(here, "/actions/noop/pause", status=200)).json()
     assert set(paused) == ACTION
     assert paused["state"] == "paused"
@@ -408,24 +416,26 @@ async def test_while_an_action_is_paused_triggers_are_accepted_and_wait(here: De
     assert (await here.ended(run["id"])).state == "succeeded"
 
 
-async def looked(here: Desk, times: int) -> bool:
+async def looked(here: LocalInstance, times: int) -> bool:
     return here.engine.lookout.looks >= times
 
 
-async def test_pausing_again_changes_nothing(here: Desk) -> None:
+async def test_pausing_again_changes_nothing(here: LocalInstance) -> None:
     await post(here, "/actions/noop/pause", status=200)
     since = await here.sql("SELECT paused_at FROM actions WHERE name = 'noop'")
     await post(here, "/actions/noop/pause", status=200)
     assert await here.sql("SELECT paused_at FROM actions WHERE name = 'noop'") == since
 
 
-async def test_nothing_is_next_while_it_is_paused(here: Desk) -> None:
+async def test_nothing_is_next_while_it_is_paused(here: LocalInstance) -> None:
     due = (await get(here, "/actions/seldom"))["next_run_at"]
     assert (await post(here, "/actions/seldom/pause", status=200)).json()["next_run_at"] is None
     assert (await post(here, "/actions/seldom/resume", status=200)).json()["next_run_at"] == due
 
 
-async def test_a_slot_during_a_pause_makes_no_run_then_or_later_and_the_next_one_keeps_its_time(here: Desk) -> None:
+async def test_a_slot_during_a_pause_makes_no_run_then_or_later_and_the_next_one_keeps_its_time(
+    here: LocalInstance,
+) -> None:
     await post(here, "/actions/seldom/pause", status=200)
     ((slot,),) = await here.sql(
         "UPDATE actions SET next_run_at = now() - interval '3 hours' WHERE name = 'seldom' RETURNING next_run_at"
@@ -439,7 +449,7 @@ async def test_a_slot_during_a_pause_makes_no_run_then_or_later_and_the_next_one
     assert (await get(here, "/actions/seldom"))["last_run"] is None
 
 
-async def test_resuming_what_is_not_paused_leaves_a_slot_that_is_due(here: Desk) -> None:
+async def test_resuming_what_is_not_paused_leaves_a_slot_that_is_due(here: LocalInstance) -> None:
     database = here.running.context.database
     async with database.connection() as connection:
         due = "UPDATE flotilla.actions SET next_run_at = now() WHERE name = 'seldom' RETURNING next_run_at"
@@ -451,7 +461,7 @@ async def test_resuming_what_is_not_paused_leaves_a_slot_that_is_due(here: Desk)
 
 
 async def test_resuming_tells_everyone_of_the_schedule_and_of_each_place_where_runs_wait(
-    here: Desk, address: str
+    here: LocalInstance, address: str
 ) -> None:
     await post(here, "/actions/noop/pause", status=200)
     later = datetime(2030, 1, 1, tzinfo=UTC)
@@ -469,7 +479,7 @@ async def test_resuming_tells_everyone_of_the_schedule_and_of_each_place_where_r
     assert set(places.removeprefix("runs:").split(",")) == told
 
 
-async def test_a_pause_waits_for_whoever_is_scheduling_a_slot_of_it(here: Desk, address: str) -> None:
+async def test_a_pause_waits_for_whoever_is_scheduling_a_slot_of_it(here: LocalInstance, address: str) -> None:
     """Otherwise its run could appear after the pause was answered."""
     with psycopg.connect(address) as scheduling:
         asked = {"actions": [here.engine.catalogue.id_of("seldom")]}

@@ -10,30 +10,30 @@ import pytest
 from sqlalchemy import text
 
 from app.fleet.cluster.anomalies import KINDS, Anomalies
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         await own.led()
         yield own
 
 
-def anomalies_of(instance: Desk) -> Anomalies:
+def anomalies_of(instance: LocalInstance) -> Anomalies:
     return instance.running.context.shared.anomalies
 
 
-async def found(instance: Desk) -> dict[str, str]:
+async def found(instance: LocalInstance) -> dict[str, str]:
     """The kinds and subjects that anyone is shown."""
     view = (await instance.running.client.get("/health/instances")).json()
     return {each["kind"]: each["subject"] for each in view["anomalies"]}
 
 
 async def test_each_is_said_once_when_it_comes_and_once_when_it_is_over(
-    here: Desk, caplog: pytest.LogCaptureFixture
+    here: LocalInstance, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app.fleet.cluster.anomalies")
     await here.sql("UPDATE instances SET clock_ahead = 3600")
@@ -70,7 +70,7 @@ async def test_the_leader_looks_by_itself_and_the_others_do_not(address: str, mo
 
 
 async def test_a_clock_that_is_wrong_is_measured_with_the_heartbeat(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (ahead,) = [each.clock_ahead or 0.0 for each in await here.running.context.member.instances()]
     assert abs(ahead) < 2
@@ -90,7 +90,7 @@ async def test_a_clock_that_is_wrong_is_measured_with_the_heartbeat(
     await soon(over)
 
 
-async def test_leadership_that_changes_hands_again_and_again_is_flapping(here: Desk) -> None:
+async def test_leadership_that_changes_hands_again_and_again_is_flapping(here: LocalInstance) -> None:
 
     async def leads() -> bool:
         return await here.sql("SELECT instance FROM leader_terms") == [("flotilla-1",)]
@@ -104,7 +104,7 @@ async def test_leadership_that_changes_hands_again_and_again_is_flapping(here: D
     assert await found(here) == {}
 
 
-async def test_leaders_that_leave_one_after_the_other_are_a_deploy_and_no_flapping(here: Desk) -> None:
+async def test_leaders_that_leave_one_after_the_other_are_a_deploy_and_no_flapping(here: LocalInstance) -> None:
     """Six instances are replaced, each of them leads for a while; then six are restarted by hand."""
     await here.sql(
         """
@@ -123,7 +123,7 @@ async def test_leaders_that_leave_one_after_the_other_are_a_deploy_and_no_flappi
     assert await found(here) == {"leader_flapping": "flotilla"}
 
 
-async def test_a_run_that_nobody_can_take_back_is_stuck_until_what_holds_it_has_ended(here: Desk) -> None:
+async def test_a_run_that_nobody_can_take_back_is_stuck_until_what_holds_it_has_ended(here: LocalInstance) -> None:
     run_id = await here.trigger("nap", {"seconds": 3600})
     await here.until(run_id, "running")
     async with here.running.context.database.connection() as guarded:
@@ -145,7 +145,7 @@ async def test_a_run_that_nobody_can_take_back_is_stuck_until_what_holds_it_has_
 
 
 async def test_keys_that_a_living_owner_does_not_come_to_an_end_with_are_an_anomaly_until_its_run_is_cancelled(
-    here: Desk,
+    here: LocalInstance,
 ) -> None:
     run_id = await here.trigger("nap", {"seconds": 3600})
     run = await here.attempt(run_id)
@@ -163,7 +163,7 @@ async def test_keys_that_a_living_owner_does_not_come_to_an_end_with_are_an_anom
 
 
 async def test_a_connection_that_is_out_for_too_long_is_an_anomaly_until_it_is_back(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.db.pool.OUT_TOO_LONG", 0.001)
     name = here.running.context.member.identity

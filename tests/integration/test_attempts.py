@@ -8,81 +8,81 @@ import pytest
 
 from app.fleet import trigger
 from app.fleet.engine.enqueue.trigger import Order, current
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 from tests.support.trial_actions import EFFECTS
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address, pause_timeout=4.0) as own:
         yield own
 
 
-async def test_it_succeeds_with_what_it_returned(here: Desk) -> None:
+async def test_it_succeeds_with_what_it_returned(here: LocalInstance) -> None:
     run = await here.run("echo", {"a": [1, "ü", None]})
     assert (run.state, run.result, run.attempt, run.error) == ("succeeded", {"a": [1, "ü", None]}, 1, None)
     assert run.instance == "flotilla-1"
     assert run.created_at <= run.started_at <= run.finished_at  # type: ignore[operator]
 
 
-async def test_a_plain_function_runs_in_a_thread(here: Desk) -> None:
+async def test_a_plain_function_runs_in_a_thread(here: LocalInstance) -> None:
     assert (await here.run("weigh-in-thread", {"weight": 7})).result == 7
 
 
-async def test_a_typed_payload_arrives_as_its_type(here: Desk) -> None:
+async def test_a_typed_payload_arrives_as_its_type(here: LocalInstance) -> None:
     assert (await here.run("weigh", {"weight": "12"})).result == 12
 
 
-async def test_it_is_tried_again_and_then_fails_with_the_last_error(here: Desk) -> None:
+async def test_it_is_tried_again_and_then_fails_with_the_last_error(here: LocalInstance) -> None:
     run = await here.run("fail")
     assert (run.state, run.attempt, run.max_attempts) == ("failed", 3, 3)
     assert run.error == "ValueError: the parcel\\x00is torn"
 
 
-async def test_try_again_is_a_retry(here: Desk) -> None:
+async def test_try_again_is_a_retry(here: LocalInstance) -> None:
     run = await here.run("fail-once")
     assert (run.state, run.result) == ("succeeded", 2)
 
 
-async def test_giving_up_uses_no_retry(here: Desk) -> None:
+async def test_giving_up_uses_no_retry(here: LocalInstance) -> None:
     run = await here.run("give-up")
     assert (run.state, run.attempt, run.error) == ("failed", 1, "gave up: there is no such parcel")
 
 
-async def test_a_result_that_is_no_json_fails_the_run_and_says_so(here: Desk) -> None:
+async def test_a_result_that_is_no_json_fails_the_run_and_says_so(here: LocalInstance) -> None:
     run = await here.run("not-json")
     assert (run.state, run.attempt) == ("failed", 1)
     assert "what it returned cannot be stored as JSON" in (run.error or "")
 
 
-async def test_system_exit_ends_the_run_and_not_the_process(here: Desk) -> None:
+async def test_system_exit_ends_the_run_and_not_the_process(here: LocalInstance) -> None:
     run = await here.run("quit")
     assert (run.state, run.error) == ("failed", "SystemExit: 3")
 
 
-async def test_beyond_its_deadline_it_is_cancelled(here: Desk) -> None:
+async def test_beyond_its_deadline_it_is_cancelled(here: LocalInstance) -> None:
     run = await here.run("hang")
     assert (run.state, run.error) == ("failed", "exceeded its deadline of 0.3 s")
 
 
 @pytest.mark.parametrize("name", ["deaf", "deaf-thread"])
-async def test_one_that_ignores_its_cancellation_is_written_off(here: Desk, name: str) -> None:
+async def test_one_that_ignores_its_cancellation_is_written_off(here: LocalInstance, name: str) -> None:
     run = await here.run(name)
     assert run.error == "exceeded its deadline of 0.3 s; it ignored its cancellation"
     assert here.engine.executor.abandoned == 1
     assert (await here.run("echo")).state == "succeeded"
 
 
-async def test_one_that_blocks_the_loop_until_after_its_deadline_fails_and_says_so(here: Desk) -> None:
+async def test_one_that_blocks_the_loop_until_after_its_deadline_fails_and_says_so(here: LocalInstance) -> None:
     assert (await here.run("block", {"seconds": 0.2})).state == "succeeded"
     run = await here.run("block", {"seconds": 4.5})
     assert run.state == "failed"
     assert re.fullmatch(r"exceeded its deadline of 2 s; it blocked the event loop for \d+ s", run.error or "")
 
 
-async def test_a_running_run_is_cancelled_on_request(here: Desk) -> None:
+async def test_a_running_run_is_cancelled_on_request(here: LocalInstance) -> None:
     from app.fleet.runs import records
 
     run_id = await here.trigger("nap", {"seconds": 60})
@@ -94,14 +94,14 @@ async def test_a_running_run_is_cancelled_on_request(here: Desk) -> None:
     assert (run.state, run.error) == ("cancelled", "cancelled on request")
 
 
-async def test_a_cancellation_whose_notification_was_lost_is_seen_all_the_same(here: Desk) -> None:
+async def test_a_cancellation_whose_notification_was_lost_is_seen_all_the_same(here: LocalInstance) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     await here.until(run_id, "running")
     await here.sql("UPDATE runs SET cancel_requested_at = now() WHERE id = %s", run_id)
     assert (await here.ended(run_id)).state == "cancelled"
 
 
-async def test_a_run_that_was_cancelled_while_it_waited_for_its_retry_does_not_begin(here: Desk) -> None:
+async def test_a_run_that_was_cancelled_while_it_waited_for_its_retry_does_not_begin(here: LocalInstance) -> None:
     run_id = await here.trigger("echo", run_at=None)
     await here.ended(run_id)
     later = await here.trigger("nap", {"seconds": 60})
@@ -113,7 +113,7 @@ async def test_a_run_that_was_cancelled_while_it_waited_for_its_retry_does_not_b
     assert (run.state, run.error) == ("cancelled", "cancelled on request, while it waited")
 
 
-async def test_a_run_that_fails_before_its_cancellation_arrives_ends_cancelled(here: Desk) -> None:
+async def test_a_run_that_fails_before_its_cancellation_arrives_ends_cancelled(here: LocalInstance) -> None:
     """Its retry would wait for an hour; it would be pending for as long, and then end without being run."""
     await here.sql(EFFECTS)
     with here.unwatched():
@@ -127,7 +127,7 @@ async def test_a_run_that_fails_before_its_cancellation_arrives_ends_cancelled(h
     assert not here.engine.executor.ledger.fenced
 
 
-async def test_effects_and_completion_commit_together(here: Desk) -> None:
+async def test_effects_and_completion_commit_together(here: LocalInstance) -> None:
     await here.sql(EFFECTS)
     for name in ("note", "note-in-thread"):
         run = await here.run(name)
@@ -137,7 +137,7 @@ async def test_effects_and_completion_commit_together(here: Desk) -> None:
     assert not here.engine.executor.ledger.fenced
 
 
-async def test_effects_are_not_there_if_the_completion_is_not(here: Desk, tmp_path: Path) -> None:
+async def test_effects_are_not_there_if_the_completion_is_not(here: LocalInstance, tmp_path: Path) -> None:
     await here.sql(EFFECTS)
     gate = tmp_path / "gate"
     run_id = await here.trigger("note", {"gate": str(gate)})
@@ -151,19 +151,19 @@ async def test_effects_are_not_there_if_the_completion_is_not(here: Desk, tmp_pa
     assert await here.sql("SELECT * FROM effects") == []
 
 
-async def test_checkpoints_progress_and_events_are_kept_in_order(here: Desk) -> None:
+async def test_checkpoints_progress_and_events_are_kept_in_order(here: LocalInstance) -> None:
     run = await here.run("walk", {"steps": 5, "seconds": 0.01})
     assert run.progress == {"done": 1.0, "text": None}
     events = await here.sql("SELECT seq, kind, data->>'done' FROM run_events WHERE run_id = %s ORDER BY seq", run.id)
     assert events == [(2 + number, "progress", f"{number / 5}") for number in range(1, 6)]
 
 
-async def test_an_action_triggers_another(here: Desk) -> None:
+async def test_an_action_triggers_another(here: LocalInstance) -> None:
     run = await here.run("relay", {"x": 1})
     assert (await here.ended(run.result)).result == {"x": 1}
 
 
-async def test_a_trigger_in_a_session_is_there_exactly_if_it_commits(here: Desk) -> None:
+async def test_a_trigger_in_a_session_is_there_exactly_if_it_commits(here: LocalInstance) -> None:
     current.set(here.engine.triggers)
     database = here.running.context.database
     lost = 0
@@ -184,7 +184,7 @@ async def test_a_trigger_in_a_session_is_there_exactly_if_it_commits(here: Desk)
     assert await here.sql("SELECT 1 FROM finished_runs WHERE id = %s", lost) == []
 
 
-async def test_many_at_once_all_end_and_free_their_slots(here: Desk) -> None:
+async def test_many_at_once_all_end_and_free_their_slots(here: LocalInstance) -> None:
     ids = await here.trigger_all([Order("noop")] * 3000)
     assert len(set(ids)) == 3000
     await soon(lambda: here.sql("SELECT 1 WHERE (SELECT count(*) FROM finished_runs) = 3000"))
@@ -193,12 +193,12 @@ async def test_many_at_once_all_end_and_free_their_slots(here: Desk) -> None:
     assert await here.sql("SELECT count(*) FROM runs") == [(0,)]
 
 
-async def all_slots_free(here: Desk) -> bool:
+async def all_slots_free(here: LocalInstance) -> bool:
     return here.engine.executor.room == 100
 
 
 async def test_its_result_that_postgresql_refuses_fails_only_that_run(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if our own check of results had a hole."""
     from app.fleet.engine.execute import executor

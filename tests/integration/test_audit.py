@@ -11,7 +11,7 @@ from app.fleet.http.auth import make_key
 from app.fleet.http.refusals import UNKNOWN_MOST
 from tests.integration.test_edge import is_problem
 from tests.support.fleet import run
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +20,7 @@ LINES = ",".join(line for _, line in (READ, OPERATE, ADMIN))
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address, api_keys=LINES, log_level="info") as own:
         yield own
 
@@ -29,13 +29,13 @@ def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]
     return [record.fields for record in caplog.records if record.message == event]  # type: ignore[attr-defined]
 
 
-async def ask(here: Desk, key: str | None, method: str, path: str, body: Any = None) -> Any:
+async def ask(here: LocalInstance, key: str | None, method: str, path: str, body: Any = None) -> Any:
     headers = {} if key is None else {"x-api-key": key}
     return await here.running.client.request(method, path, json=body, headers=headers)
 
 
 async def audited(
-    here: Desk, caplog: pytest.LogCaptureFixture, key: str | None, method: str, path: str, body: Any = None
+    here: LocalInstance, caplog: pytest.LogCaptureFixture, key: str | None, method: str, path: str, body: Any = None
 ) -> dict[str, Any]:
     caplog.clear()
     await ask(here, key, method, path, body)
@@ -44,7 +44,7 @@ async def audited(
 
 
 async def test_every_request_that_changes_something_is_logged_with_the_name_of_its_key(
-    here: Desk, caplog: pytest.LogCaptureFixture
+    here: LocalInstance, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = OPERATE[0]
     assert await audited(here, caplog, key, "POST", "/actions/noop/pause") == {
@@ -72,7 +72,7 @@ async def test_every_request_that_changes_something_is_logged_with_the_name_of_i
     assert (own["key"], own["route"], own["status"]) == ("alice", "/trial/parcels", 200)
 
 
-async def test_a_request_that_is_refused_is_logged_too(here: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_request_that_is_refused_is_logged_too(here: LocalInstance, caplog: pytest.LogCaptureFixture) -> None:
     for key, name, status in ((None, None, 401), ("flotilla_wrong", None, 401), (READ[0], "bob", 403)):
         event = await audited(here, caplog, key, "POST", "/actions/noop/pause")
         assert (event["key"], event["status"], event["subject"]) == (name, status, "noop")
@@ -80,19 +80,19 @@ async def test_a_request_that_is_refused_is_logged_too(here: Desk, caplog: pytes
     assert (nowhere["route"], nowhere["status"]) == (None, 404)
 
 
-async def test_reading_is_not_logged(here: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_reading_is_not_logged(here: LocalInstance, caplog: pytest.LogCaptureFixture) -> None:
     await ask(here, READ[0], "GET", "/runs")
     assert logged(caplog, "request.audited") == []
 
 
-async def test_only_an_admin_releases_a_lock(here: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_an_admin_releases_a_lock(here: LocalInstance, caplog: pytest.LogCaptureFixture) -> None:
     refused = await ask(here, OPERATE[0], "DELETE", "/locks/none?reason=why")
     assert "'admin'" in str(is_problem(refused, "forbidden")["detail"])
     is_problem(await ask(here, ADMIN[0], "DELETE", "/locks/none?reason=why"), "not-found")
     assert (await audited(here, caplog, ADMIN[0], "DELETE", "/locks/none?reason=why"))["key"] == "root"
 
 
-async def test_an_address_that_sends_unknown_keys_is_slowed_down_and_a_valid_key_never_is(here: Desk) -> None:
+async def test_an_address_that_sends_unknown_keys_is_slowed_down_and_a_valid_key_never_is(here: LocalInstance) -> None:
     for _ in range(UNKNOWN_MOST):
         is_problem(await ask(here, "flotilla_wrong", "GET", "/actions"), "unauthorized")
     refused = await ask(here, "flotilla_wrong", "GET", "/actions")
@@ -107,7 +107,7 @@ async def test_an_address_that_sends_unknown_keys_is_slowed_down_and_a_valid_key
 
 
 async def test_what_the_command_line_changes_is_logged_by_the_leader(
-    here: Desk, address: str, caplog: pytest.LogCaptureFixture
+    here: LocalInstance, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def leads() -> bool:
         return here.running.context.member.leading
@@ -125,14 +125,14 @@ async def test_what_the_command_line_changes_is_logged_by_the_leader(
     )
     for number, (command, arguments, subject) in enumerate(asked, 1):
         flotilla(address, *command.split(), *arguments)
-        await soon(lambda number=number: heard(caplog, number))  # type: ignore[misc]
+        await soon(lambda number=number: parse_notification(caplog, number))  # type: ignore[misc]
         event = logged(caplog, "command.audited")[-1]
         assert event["command"] == command
         assert re.fullmatch(subject, event["subject"])
         assert " on " in event["by"]
 
 
-async def heard(caplog: pytest.LogCaptureFixture, many: int) -> bool:
+async def parse_notification(caplog: pytest.LogCaptureFixture, many: int) -> bool:
     return len(logged(caplog, "command.audited")) >= many
 
 

@@ -22,7 +22,7 @@ from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon
 from tests.support.service import service
-from tests.support.table import Table, table
+from tests.support.table import EngineHarness, table
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +36,7 @@ class DownError(Exception):
 class Hand:
     """One instance: what breakers need of a member, and the breakers."""
 
-    def __init__(self, here: Table, identity: Identity) -> None:
+    def __init__(self, here: EngineHarness, identity: Identity) -> None:
         self.identity = identity
         self.linked = True
         self.deaf = False
@@ -94,7 +94,7 @@ class Hand:
 
 
 class Crew(list[Hand]):
-    here: Table
+    here: EngineHarness
 
     async def row(self, columns: str) -> tuple[Any, ...]:
         (row,) = await self.here.sql(f"SELECT {columns} FROM breakers")
@@ -148,8 +148,8 @@ async def crew(sea: str) -> AsyncIterator[Crew]:
         yield own
 
 
-def wanted(failures: int = 1, within: str = "60s", rest: str = "60s", probe_most: str = "60s") -> Breaker:
-    return Breaker.of(NAME, failures, within, rest, probe_most)
+def wanted(failures: int = 1, within: str = "60s", rest: str = "60s", probe_timeout: str = "60s") -> Breaker:
+    return Breaker.of(NAME, failures, within, rest, probe_timeout)
 
 
 async def refused(hand: Hand, given: Breaker) -> bool:
@@ -330,7 +330,7 @@ async def test_the_next_may_probe_once_the_instance_of_the_first_is_gone(crew: C
 
 
 async def test_the_next_may_probe_after_so_long_and_what_the_first_one_reports_is_refused(crew: Crew) -> None:
-    short = wanted(probe_most="100ms")
+    short = wanted(probe_timeout="100ms")
     await crew[0].use(short, DownError())
     await crew.rested()
     async with AsyncExitStack() as first:
@@ -475,11 +475,11 @@ async def test_while_the_database_is_away_it_is_as_it_was_known_and_unknown_it_l
         ({"within": "0s"}, "`within` is 0 s, and must be more"),
         ({"rest": "a while"}, "`rest`: 'a while' is not a duration"),
         ({"rest": -1}, "`rest` is -1 s, and must be from 0"),
-        ({"probe_most": "2000d"}, "`probe_most` is"),
+        ({"probe_timeout": "2000d"}, "`probe_timeout` is"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
-    given = {"name": NAME, "failures": 5, "within": "60s", "rest": "30s", "probe_most": "60s"}
+    given = {"name": NAME, "failures": 5, "within": "60s", "rest": "30s", "probe_timeout": "60s"}
     with pytest.raises(BreakerInvalid, match=said):
         Breaker.of(**{**given, **wrong})
 

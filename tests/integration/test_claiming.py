@@ -16,7 +16,7 @@ from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.claim import ALLOWED, CLAIM, MANY
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.writer import FINISH
-from app.fleet.engine.maintenance.rescuer import TakeBack
+from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.runs.claim import Row
 from tests.support.table import NAMESPACE, Claimed, Claiming, declare, table
 
@@ -72,14 +72,14 @@ def names(claimed: Sequence[Claimed], ids: dict[int, str]) -> Counter[str]:
     return Counter(ids[run.run_id] for run in claimed)
 
 
-@pytest.mark.parametrize("order_by", [None, "a"])
+@pytest.mark.parametrize("ordering_key", [None, "a"])
 @pytest.mark.parametrize("limit", LIMITS)
 async def test_a_higher_priority_comes_first_whatever_its_limit_and_in_lines_too(
-    address: str, limit: dict[str, Any], order_by: str | None
+    address: str, limit: dict[str, Any], ordering_key: str | None
 ) -> None:
     async with table(address, declare("flood", priority=-5), declare("urgent", priority=5, **limit)) as here:
         await here.trigger(*[Order("flood")] * 50)
-        (urgent,) = await here.trigger(Order("urgent", order_by=order_by))
+        (urgent,) = await here.trigger(Order("urgent", ordering_key=ordering_key))
         one = await here.instance("one")
         assert [run.run_id for run in await one.claim(room=1)] == [urgent]
         assert len(await one.claim(room=10)) == 10
@@ -162,16 +162,16 @@ async def test_what_runs_is_not_counted_for_a_rate_alone(address: str) -> None:
         assert looked == [False, True]
 
 
-@pytest.mark.parametrize("order_by", [False, True])
+@pytest.mark.parametrize("ordering_key", [False, True])
 @pytest.mark.parametrize(
     "text", ["repeat('x', 1000000)", "(SELECT string_agg(md5(n::text), '') FROM generate_series(1, 31250) AS n)"]
 )
 async def test_a_claim_is_bounded_in_bytes_and_leaves_the_rest_to_the_next(
-    address: str, text: str, order_by: bool
+    address: str, text: str, ordering_key: bool
 ) -> None:
     """With a megabyte each for payload and checkpoint, compressed or not."""
     async with table(address, declare()) as here:
-        made = await here.trigger(*[Order("tick", order_by=f"{n}" if order_by else None) for n in range(40)])
+        made = await here.trigger(*[Order("tick", ordering_key=f"{n}" if ordering_key else None) for n in range(40)])
         await here.sql(f"UPDATE runs SET payload = to_json({text}), checkpoint = to_json({text}) RETURNING 1")
         one = await here.instance("one")
         claimed = await one.claim(room=500)
@@ -233,7 +233,7 @@ async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(
     async with table(address, declare()) as here:
         await here.trigger(Order("tick"))
         one = await here.instance("one")
-        register = Register(NAMESPACE, [TakeBack(NAMESPACE)])
+        register = Register(NAMESPACE, [Rescue(NAMESPACE)])
         async with here.database.connection() as connection:
             now = asyncio.get_running_loop().time()
             one.claimant.ready.tell(here.catalogue.id_of("tick"), 0, datetime(2020, 1, 1, tzinfo=UTC), now)

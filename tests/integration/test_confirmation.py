@@ -17,7 +17,7 @@ from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +33,7 @@ def proxy(postgres: Postgres) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-async def here(address: str, proxy: Proxy) -> AsyncIterator[Desk]:
+async def here(address: str, proxy: Proxy) -> AsyncIterator[LocalInstance]:
     through = f"postgresql://postgres@127.0.0.1:{proxy.port}/{address.rpartition('/')[2]}"
     async with desk(through) as own:
         for name in ("echo", "alone", "noop"):
@@ -42,7 +42,7 @@ async def here(address: str, proxy: Proxy) -> AsyncIterator[Desk]:
         proxy.heal()
 
 
-async def recovered(here: Desk) -> None:
+async def recovered(here: LocalInstance) -> None:
     async def healthy() -> bool:
         return here.running.context.database.healthy
 
@@ -54,7 +54,7 @@ async def recovered(here: Desk) -> None:
     ("name", "last"), [("echo", ()), ("alone", (b"COMMIT",))], ids=["one statement", "a transaction"]
 )
 async def test_a_request_without_a_key_makes_one_run_and_is_answered_with_it(
-    here: Desk, proxy: Proxy, breaks: str, name: str, last: tuple[bytes, ...]
+    here: LocalInstance, proxy: Proxy, breaks: str, name: str, last: tuple[bytes, ...]
 ) -> None:
     payload = MARKED if name == "echo" else {"seconds": 0, "text": MARKED["text"]}
     trap = proxy.withhold_answer if breaks == "after the commit" else proxy.lose
@@ -66,7 +66,7 @@ async def test_a_request_without_a_key_makes_one_run_and_is_answered_with_it(
 
 
 @pytest.mark.parametrize("breaks", ["after the commit", "before the commit arrives"])
-async def test_a_batch_is_answered_with_its_runs_in_their_order(here: Desk, proxy: Proxy, breaks: str) -> None:
+async def test_a_batch_is_answered_with_its_runs_in_their_order(here: LocalInstance, proxy: Proxy, breaks: str) -> None:
     orders: list[dict[str, Any]] = [{"action": "echo", "payload": {"n": n}} for n in range(5)]
     orders += [{"action": "echo", "payload": MARKED, "key": "k"}, {"action": "noop"}]
     trap = proxy.withhold_answer if breaks == "after the commit" else proxy.lose
@@ -80,7 +80,7 @@ async def test_a_batch_is_answered_with_its_runs_in_their_order(here: Desk, prox
 @pytest.mark.parametrize("given", [{"headers": {"idempotency-key": "k"}}, {"key": "k"}])
 @pytest.mark.parametrize("path", ["/actions/echo/runs", "/runs:batch"])
 async def test_a_request_with_a_key_is_repeated_by_the_service_itself(
-    here: Desk, proxy: Proxy, given: dict[str, Any], path: str
+    here: LocalInstance, proxy: Proxy, given: dict[str, Any], path: str
 ) -> None:
     order = {"payload": MARKED, **({"key": "k"} if "key" in given else {})}
     body = order if path.startswith("/actions") else {"runs": [{"action": "echo", **order}]}
@@ -91,7 +91,7 @@ async def test_a_request_with_a_key_is_repeated_by_the_service_itself(
     assert await runs_there_are(here) == 1
 
 
-async def test_a_commit_that_arrives_after_the_repetition_writes_nothing(here: Desk) -> None:
+async def test_a_commit_that_arrives_after_the_repetition_writes_nothing(here: LocalInstance) -> None:
     triggers = here.engine.triggers
     await triggers.trigger([Order("echo"), Order("noop")], by="api", mark="request:x")
     with pytest.raises(psycopg.errors.UniqueViolation):
@@ -99,7 +99,7 @@ async def test_a_commit_that_arrives_after_the_repetition_writes_nothing(here: D
     assert await runs_there_are(here) == 2
 
 
-async def test_a_mark_is_forgotten_with_the_run(here: Desk) -> None:
+async def test_a_mark_is_forgotten_with_the_run(here: LocalInstance) -> None:
     await post(here, "/actions/noop/resume", status=200)
     run = (await post(here, "/actions/noop/runs", status=202)).json()
     await here.ended(run["id"])
@@ -110,7 +110,7 @@ async def test_a_mark_is_forgotten_with_the_run(here: Desk) -> None:
 
 
 async def test_while_the_database_stays_away_the_answer_is_that_it_is_not_known(
-    here: Desk, proxy: Proxy, address: str, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, proxy: Proxy, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(confirm, "PATIENCE", 0.5)
     proxy.withhold_answer(SENT, then_refuse=True)
@@ -126,7 +126,9 @@ async def test_while_the_database_stays_away_the_answer_is_that_it_is_not_known(
     await recovered(here)
 
 
-async def test_a_change_whose_commit_was_not_confirmed_is_not_said_to_have_failed(here: Desk, proxy: Proxy) -> None:
+async def test_a_change_whose_commit_was_not_confirmed_is_not_said_to_have_failed(
+    here: LocalInstance, proxy: Proxy
+) -> None:
     proxy.withhold_answer(b"SET paused_at = clock_timestamp()")
     refused = await post(here, "/actions/weigh/pause")
     assert proxy.sprung.is_set()
@@ -135,7 +137,7 @@ async def test_a_change_whose_commit_was_not_confirmed_is_not_said_to_have_faile
     assert (await get(here, "/actions/weigh"))["state"] == "paused"
 
 
-async def test_reading_may_be_repeated_whenever_the_connection_breaks(here: Desk, proxy: Proxy) -> None:
+async def test_reading_may_be_repeated_whenever_the_connection_breaks(here: LocalInstance, proxy: Proxy) -> None:
     proxy.withhold_answer(b"finished_runs")
     refused = await here.running.client.get("/runs/4711")
     assert proxy.sprung.is_set()

@@ -12,7 +12,7 @@ from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute import writer
 from app.fleet.errors import PayloadInvalid
 from tests.support import trial_faults
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ FAULTS = ("tests.support.trial_faults", "tests.support.trial_actions")
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address, actions=FAULTS, concurrency=CONCURRENCY) as own:
         yield own
 
@@ -34,12 +34,12 @@ SELECT true FROM finished_runs WHERE id = %s
 """
 
 
-async def all_slots_are_free(here: Desk) -> None:
+async def all_slots_are_free(here: LocalInstance) -> None:
     await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.executor.room == CONCURRENCY))
 
 
 @pytest.mark.parametrize("name", ["misbehave", "misbehave-in-thread"])
-async def test_whatever_it_does_its_run_fails_and_its_slot_comes_back(here: Desk, name: str) -> None:
+async def test_whatever_it_does_its_run_fails_and_its_slot_comes_back(here: LocalInstance, name: str) -> None:
     for how in trial_faults.WAYS:
         for run_id in await here.trigger_all([Order(name, {"how": how})] * (CONCURRENCY + 1)):
             run = await here.ended(run_id)
@@ -51,7 +51,9 @@ async def test_whatever_it_does_its_run_fails_and_its_slot_comes_back(here: Desk
 
 @pytest.mark.parametrize("group", [False, True])
 @pytest.mark.parametrize("how", ["exit", "keyboard"])
-async def test_a_task_that_an_action_started_does_not_end_the_process(here: Desk, how: str, group: bool) -> None:
+async def test_a_task_that_an_action_started_does_not_end_the_process(
+    here: LocalInstance, how: str, group: bool
+) -> None:
     run = await here.run("leave", {"how": how, "group": group})
     assert run.state == "failed"
     assert ("ExceptionGroup" if group else "was raised in a task that the action started") in (run.error or "")
@@ -59,7 +61,7 @@ async def test_a_task_that_an_action_started_does_not_end_the_process(here: Desk
     await all_slots_are_free(here)
 
 
-async def test_a_wait_that_cannot_be_is_replaced_by_one_that_can(here: Desk) -> None:
+async def test_a_wait_that_cannot_be_is_replaced_by_one_that_can(here: LocalInstance) -> None:
     for how in (way for way in trial_faults.RAISED if way.startswith("later")):
         ((waits,),) = await soon(partial(here.sql, WAITS, *[await here.trigger("misbehave-twice", {"how": how})] * 2))
         assert waits, how
@@ -72,12 +74,12 @@ SELECT id, 0, '58028-01-01 00:00+00', 1, 'code' FROM actions LIMIT 1
 """
 
 
-async def test_no_run_can_wait_beyond_the_calendar(here: Desk) -> None:
+async def test_no_run_can_wait_beyond_the_calendar(here: LocalInstance) -> None:
     with pytest.raises(psycopg.errors.CheckViolation):
         await here.sql(BEYOND)
 
 
-async def test_a_write_of_another_attempt_that_is_refused_is_an_ordinary_failure(here: Desk) -> None:
+async def test_a_write_of_another_attempt_that_is_refused_is_an_ordinary_failure(here: LocalInstance) -> None:
     other = await here.attempt(await here.trigger("nap", {"seconds": 60}))
     trial_faults.strangers[:] = [other]
     with here.unwatched():
@@ -87,7 +89,7 @@ async def test_a_write_of_another_attempt_that_is_refused_is_an_ordinary_failure
     assert f"run {other.id} was taken over" in (run.error or "")
 
 
-async def test_a_run_that_emits_without_end_withholds_nobody_elses_end(here: Desk) -> None:
+async def test_a_run_that_emits_without_end_withholds_nobody_elses_end(here: LocalInstance) -> None:
     babbling = await here.attempt(await here.trigger("babble"))
     for _ in range(3):
         run = await here.run("brief")
@@ -106,7 +108,7 @@ async def test_a_run_that_emits_without_end_withholds_nobody_elses_pause(address
 
 @pytest.mark.parametrize("letters", [0, 60_000])
 async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
-    here: Desk, monkeypatch: pytest.MonkeyPatch, letters: int
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch, letters: int
 ) -> None:
     own = here.engine.executor.ledger
     genuine, gate, held = own._append, asyncio.Event(), asyncio.Event()
@@ -131,7 +133,7 @@ async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
 
 
 async def test_an_event_beyond_the_most_a_run_may_have_is_refused_with_a_text_for_its_author(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "EVENTS_MOST", 50)
     run = await here.run("babble")
@@ -139,7 +141,9 @@ async def test_an_event_beyond_the_most_a_run_may_have_is_refused_with_a_text_fo
     assert f"run {run.id} has 50 events, and may have no more" in (run.error or "")
 
 
-async def test_a_payload_that_no_reader_could_read_is_refused_with_the_field_and_the_reason(here: Desk) -> None:
+async def test_a_payload_that_no_reader_could_read_is_refused_with_the_field_and_the_reason(
+    here: LocalInstance,
+) -> None:
     for payload, why in (
         ({"n": 10**5000}, "it has an integer of more than 4300 digits"),
         ({"n": trial_faults.nested(210)}, "it is nested more than 200 deep"),
@@ -149,7 +153,7 @@ async def test_a_payload_that_no_reader_could_read_is_refused_with_the_field_and
             await here.trigger("echo", payload)
 
 
-async def test_a_row_that_no_reader_could_read_is_left_out_of_its_page(here: Desk) -> None:
+async def test_a_row_that_no_reader_could_read_is_left_out_of_its_page(here: LocalInstance) -> None:
     run = await here.run("echo", {"a": 1})
     for column, value in (("result", "[1" + "0" * 5000 + "]"), ("payload", "[" * 300 + "]" * 300)):
         await here.sql(f"UPDATE finished_runs SET {column} = %s WHERE id = %s", value, run.id)
@@ -160,7 +164,7 @@ async def test_a_row_that_no_reader_could_read_is_left_out_of_its_page(here: Des
 
 
 async def test_each_failed_attempt_is_a_line_and_a_cause_has_one_traceback(
-    here: Desk, caplog: pytest.LogCaptureFixture
+    here: LocalInstance, caplog: pytest.LogCaptureFixture
 ) -> None:
     for run_id in await here.trigger_all([Order("misbehave", {"how": "nul"})] * 5):
         await here.ended(run_id)
@@ -183,7 +187,7 @@ WAYS_TO_WRITE = {
 @pytest.mark.parametrize("lock", ["UPDATE", "KEY SHARE"])
 @pytest.mark.parametrize("how", WAYS_TO_WRITE)
 async def test_a_transaction_that_holds_the_row_of_a_run_delays_that_run_alone(
-    here: Desk, address: str, how: str, lock: str
+    here: LocalInstance, address: str, how: str, lock: str
 ) -> None:
     name, payload, state = WAYS_TO_WRITE[how]
     attempt = await here.attempt(await here.trigger(name, payload))

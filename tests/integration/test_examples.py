@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.actions import mailings as actions
 from app.fleet import trigger
 from app.routes import mailings as routes
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +20,7 @@ COUNTS = "SELECT (SELECT count(*) FROM flotilla.mailings), (SELECT count(*) FROM
 
 
 @pytest.fixture
-async def office(address: str) -> AsyncIterator[Desk]:
+async def office(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address, actions=("app.actions",)) as own:
         yield own
 
@@ -37,11 +37,11 @@ def delivered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return reached
 
 
-async def post(office: Desk, body: Any = MAILING) -> httpx.Response:
+async def post(office: LocalInstance, body: Any = MAILING) -> httpx.Response:
     return await office.running.client.post("/mailings", json=body)
 
 
-async def sent(office: Desk, path: str) -> dict[str, Any]:
+async def sent(office: LocalInstance, path: str) -> dict[str, Any]:
     """The mailing, once it has been sent."""
 
     async def look() -> dict[str, Any] | None:
@@ -51,7 +51,7 @@ async def sent(office: Desk, path: str) -> dict[str, Any]:
     return await soon(look)
 
 
-async def the_run(office: Desk) -> int:
+async def the_run(office: LocalInstance) -> int:
     """The one run of `send-mailing`, in whichever table it is."""
     ((run_id,),) = await office.sql(
         "SELECT r.id FROM (SELECT id, action_id FROM runs UNION ALL SELECT id, action_id FROM finished_runs) AS r "
@@ -63,7 +63,7 @@ async def the_run(office: Desk) -> int:
 # -- the route --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_mailing_is_accepted_and_then_sent(office: Desk) -> None:
+async def test_a_mailing_is_accepted_and_then_sent(office: LocalInstance) -> None:
     accepted = await post(office)
     assert accepted.status_code == 201
     assert accepted.json().items() >= {**MAILING, "delivered": None, "sent_at": None}.items()
@@ -72,7 +72,9 @@ async def test_a_mailing_is_accepted_and_then_sent(office: Desk) -> None:
     assert mailing["delivered"] == 5
 
 
-async def test_the_mailing_and_its_run_are_committed_before_the_response_begins(office: Desk, address: str) -> None:
+async def test_the_mailing_and_its_run_are_committed_before_the_response_begins(
+    office: LocalInstance, address: str
+) -> None:
     """Asked by another session at the very moment in which the first byte is sent."""
     seen: list[tuple[int, ...]] = []
     await office.sql("UPDATE actions SET paused_at = now()")
@@ -92,7 +94,7 @@ async def test_the_mailing_and_its_run_are_committed_before_the_response_begins(
 
 
 async def test_a_route_that_fails_after_its_trigger_leaves_neither_mailing_nor_run(
-    office: Desk, monkeypatch: pytest.MonkeyPatch
+    office: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triggered = []
 
@@ -118,7 +120,7 @@ async def test_a_route_that_fails_after_its_trigger_leaves_neither_mailing_nor_r
     ],
 )
 async def test_a_mailing_that_cannot_be_sent_is_refused_and_nothing_is_written(
-    office: Desk, wrong: dict[str, Any], field: str
+    office: LocalInstance, wrong: dict[str, Any], field: str
 ) -> None:
     answer = await post(office, MAILING | wrong)
     assert answer.status_code == 422
@@ -127,7 +129,7 @@ async def test_a_mailing_that_cannot_be_sent_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(("mailing", "status"), [("1", 404), (str(2**63), 422)])
-async def test_a_mailing_that_is_not_there(office: Desk, mailing: str, status: int) -> None:
+async def test_a_mailing_that_is_not_there(office: LocalInstance, mailing: str, status: int) -> None:
     assert (await office.running.client.get(f"/mailings/{mailing}")).status_code == status
 
 
@@ -135,7 +137,7 @@ async def test_a_mailing_that_is_not_there(office: Desk, mailing: str, status: i
 
 
 async def test_each_recipient_is_reached_once_under_a_key_of_its_own(
-    office: Desk, delivered: list[tuple[str, str]]
+    office: LocalInstance, delivered: list[tuple[str, str]]
 ) -> None:
     await sent(office, (await post(office)).headers["location"])
     run = await office.look(await the_run(office))
@@ -145,7 +147,7 @@ async def test_each_recipient_is_reached_once_under_a_key_of_its_own(
 
 
 async def test_an_attempt_goes_on_after_the_last_recipient_that_a_checkpoint_knows_of(
-    office: Desk, delivered: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    office: LocalInstance, delivered: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deliver = actions.deliver
 
@@ -162,7 +164,7 @@ async def test_an_attempt_goes_on_after_the_last_recipient_that_a_checkpoint_kno
     assert [each for each, _ in delivered if "nobody" not in each] == MAILING["recipients"]
 
 
-async def test_only_what_was_sent_long_ago_is_forgotten(office: Desk) -> None:
+async def test_only_what_was_sent_long_ago_is_forgotten(office: LocalInstance) -> None:
     await office.sql(
         "INSERT INTO mailings (subject, recipients, sent_at) VALUES ('never sent', '{}', NULL), "
         "('sent lately', '{}', now() - interval '29 days'), ('sent long ago', '{}', now() - interval '31 days')"
@@ -173,7 +175,7 @@ async def test_only_what_was_sent_long_ago_is_forgotten(office: Desk) -> None:
     assert left == [("never sent",), ("sent lately",)]
 
 
-async def test_forgetting_is_scheduled(office: Desk) -> None:
+async def test_forgetting_is_scheduled(office: LocalInstance) -> None:
     await office.sql("UPDATE actions SET next_run_at = now() WHERE name = 'forget-mailings'")
     office.engine.scheduler.look_now()
     (page,) = await soon(lambda: office.sql("SELECT trigger, result FROM finished_runs"))

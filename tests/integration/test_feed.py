@@ -13,22 +13,22 @@ from app.fleet.http import events as http_events
 from app.fleet.runs import feed
 from app.fleet.runs.feed import Batch, Change
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk
+from tests.support.runs import LocalInstance, desk
 from tests.support.streams import Message, messages
-from tests.support.table import NAMESPACE, Table, declare, table
+from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         yield own
 
 
-async def changes(here: Desk | Table, after: int = 0) -> list[Change]:
+async def changes(here: LocalInstance | EngineHarness, after: int = 0) -> list[Change]:
     """Number what is there, and read it."""
-    database = here.running.context.database if isinstance(here, Desk) else here.database
+    database = here.running.context.database if isinstance(here, LocalInstance) else here.database
     found: list[Change] = []
     async with database.connection() as connection:
         last = (await feed.Numbers().give(connection, NAMESPACE)).number
@@ -42,7 +42,7 @@ def states(found: list[Change], run_id: int) -> list[tuple[int, str, int]]:
     return [(each.seq, each.state, each.attempt) for each in found if each.run_id == run_id]
 
 
-async def test_every_change_of_a_run_is_there_with_the_number_it_has_among_the_runs_own(here: Desk) -> None:
+async def test_every_change_of_a_run_is_there_with_the_number_it_has_among_the_runs_own(here: LocalInstance) -> None:
     good, bad = await here.run("echo"), await here.run("fail")
     await here.running.client.post("/actions/echo/pause")
     waiting = await here.trigger("echo")
@@ -116,7 +116,7 @@ async def test_numbers_are_given_in_a_transaction_also_on_a_connection_in_autoco
         assert others[1].busy
 
 
-async def number(here: Table, numbers: feed.Numbers | None = None) -> feed.Given:
+async def number(here: EngineHarness, numbers: feed.Numbers | None = None) -> feed.Given:
     async with here.database.connection() as connection:
         return await (numbers or feed.Numbers()).give(connection, NAMESPACE)
 
@@ -146,7 +146,7 @@ async def test_what_takes_several_transactions_to_number_keeps_the_order_of_each
         assert states(found, early.id) == [(1, "pending", 0), (2, "running", 1)]
 
 
-async def prune(here: Table, pruner: feed.Pruner | None = None) -> None:
+async def prune(here: EngineHarness, pruner: feed.Pruner | None = None) -> None:
     pruner = pruner or feed.Pruner()
     async with here.database.autocommit() as connection:
         while await pruner.step(connection, NAMESPACE):
@@ -363,7 +363,7 @@ async def test_switched_off_nothing_is_written(address: str) -> None:
         is_problem(await here.running.client.get("/events"), "not-found")
 
 
-async def test_everyone_who_follows_is_told_the_same_whenever_they_came(here: Desk) -> None:
+async def test_everyone_who_follows_is_told_the_same_whenever_they_came(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     await here.run("echo")
     async with hub.follow_feed(0) as first, hub.follow_feed() as second:
@@ -386,7 +386,7 @@ async def collect(following: Any, after: int, many: int) -> list[Change]:
     return found
 
 
-async def read(here: Desk, path: str = "/events", last: str = "0") -> list[Message]:
+async def read(here: LocalInstance, path: str = "/events", last: str = "0") -> list[Message]:
     """Read until the stream is old, which is soon."""
     answer = await here.running.client.get(path, headers={"Last-Event-ID": last})
     assert answer.status_code == 200, answer.text
@@ -436,7 +436,7 @@ async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) ->
 
 
 async def test_who_hears_nothing_of_theirs_for_long_is_given_the_number_to_come_back_with(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_events, "HEARTBEAT", 0.1)
     hub = here.running.context.stream.hub
@@ -462,7 +462,7 @@ async def test_who_hears_nothing_of_theirs_for_long_is_given_the_number_to_come_
     ],
 )
 async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
-    here: Desk, path: str, last: str | None, slug: str
+    here: LocalInstance, path: str, last: str | None, slug: str
 ) -> None:
     headers = {} if last is None else {"Last-Event-ID": last}
     is_problem(await here.running.client.get(path, headers=headers), slug)

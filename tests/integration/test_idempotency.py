@@ -12,7 +12,7 @@ from app.fleet.engine.enqueue.trigger import TRY_KEY
 from app.fleet.http import idempotency
 from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -28,12 +28,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         yield own
 
 
-def hold(here: Desk, session: psycopg.Connection[Any], key: str) -> None:
+def hold(here: LocalInstance, session: psycopg.Connection[Any], key: str) -> None:
     """Be a request with this key that is being worked on."""
     taken = session.execute(here.running.context.database.namespace.sql(TRY_KEY), {"key": key}).fetchone()
     assert taken == (True,)
@@ -42,7 +42,7 @@ def hold(here: Desk, session: psycopg.Connection[Any], key: str) -> None:
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_same_request_again_has_the_same_run_as_it_is_now(here: Desk) -> None:
+async def test_the_same_request_again_has_the_same_run_as_it_is_now(here: LocalInstance) -> None:
     first = await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
     await here.ended(first.json()["id"])
     again = await post(here, "/actions/weigh/runs", PARCEL, 200, headers=SENT)
@@ -52,19 +52,19 @@ async def test_the_same_request_again_has_the_same_run_as_it_is_now(here: Desk) 
     assert await runs_there_are(here) == 1
 
 
-async def test_a_key_in_the_body_does_the_same(here: Desk) -> None:
+async def test_a_key_in_the_body_does_the_same(here: LocalInstance) -> None:
     first = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "k"}, 202)).json()
     again = (await post(here, "/actions/weigh/runs", {"payload": {"weight": 4}, "key": "k"}, 200)).json()
     assert (again["id"], again["payload"]["weight"]) == (first["id"], 3)
 
 
-async def test_without_a_key_each_request_is_a_run_of_its_own(here: Desk) -> None:
+async def test_without_a_key_each_request_is_a_run_of_its_own(here: LocalInstance) -> None:
     made = {(await post(here, "/actions/weigh/runs", PARCEL, 202)).json()["id"] for _ in range(2)}
     assert len(made) == 2
 
 
 @pytest.mark.usefixtures("patient")
-async def test_many_at_the_same_moment_are_one_run(here: Desk) -> None:
+async def test_many_at_the_same_moment_are_one_run(here: LocalInstance) -> None:
     for given in ({"headers": SENT}, {"body": PARCEL | {"key": "k"}}):
         answers = await asyncio.gather(
             *(post(here, "/actions/weigh/runs", **{"body": PARCEL, **given}) for _ in range(20))  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ async def test_many_at_the_same_moment_are_one_run(here: Desk) -> None:
         assert len({answer.json()["id"] for answer in answers}) == 1
 
 
-async def test_another_body_under_the_same_key_is_refused(here: Desk) -> None:
+async def test_another_body_under_the_same_key_is_refused(here: LocalInstance) -> None:
     await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
     for body in ({"payload": {"weight": 4}}, PARCEL | {"priority": 1}, PARCEL | {"run_at": "2030-01-01T00:00:00Z"}):
         problem = is_problem(await post(here, "/actions/weigh/runs", body, headers=SENT), "key-reused")
@@ -81,7 +81,7 @@ async def test_another_body_under_the_same_key_is_refused(here: Desk) -> None:
     assert await runs_there_are(here) == 1
 
 
-async def test_the_same_wish_written_differently_is_the_same_request(here: Desk) -> None:
+async def test_the_same_wish_written_differently_is_the_same_request(here: LocalInstance) -> None:
     send = here.running.client.post
     headers = SENT | {"content-type": "application/json"}
     for status, content in (
@@ -91,25 +91,25 @@ async def test_the_same_wish_written_differently_is_the_same_request(here: Desk)
         assert (await send("/actions/echo/runs", content=content, headers=headers)).status_code == status
 
 
-async def test_no_body_is_an_empty_one(here: Desk) -> None:
+async def test_no_body_is_an_empty_one(here: LocalInstance) -> None:
     first = await here.running.client.post("/actions/noop/runs", headers=SENT)
     again = await post(here, "/actions/noop/runs", {}, 200, headers=SENT)
     assert again.json()["id"] == first.json()["id"]
 
 
-async def test_the_bodys_key_says_more_than_the_headers(here: Desk) -> None:
+async def test_the_bodys_key_says_more_than_the_headers(here: LocalInstance) -> None:
     first = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "a"}, 202, headers=SENT)).json()
     second = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "b"}, 202, headers=SENT)).json()
     again = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "a"}, 200)).json()
     assert first["id"] == again["id"] != second["id"]
 
 
-async def test_a_key_is_one_actions(here: Desk) -> None:
+async def test_a_key_is_one_actions(here: LocalInstance) -> None:
     await post(here, "/actions/noop/runs", {}, 202, headers=SENT)
     await post(here, "/actions/echo/runs", {}, 202, headers=SENT)
 
 
-async def test_a_key_that_is_none_is_refused(here: Desk) -> None:
+async def test_a_key_that_is_none_is_refused(here: LocalInstance) -> None:
     for key in ("", "k" * 201, "a\tb"):
         for path, body in (("/actions/noop/runs", {}), ("/runs:batch", BATCH)):
             problem = is_problem(await post(here, path, body, headers={"idempotency-key": key}), "invalid")
@@ -118,7 +118,7 @@ async def test_a_key_that_is_none_is_refused(here: Desk) -> None:
     await post(here, "/runs:batch", BATCH, 202, headers={"idempotency-key": "k" * 200})
 
 
-async def test_an_active_run_that_is_asked_for_again_is_no_conflict(here: Desk) -> None:
+async def test_an_active_run_that_is_asked_for_again_is_no_conflict(here: LocalInstance) -> None:
     body = {"payload": {"seconds": 60}}
     run = (await post(here, "/actions/alone/runs", body, 202, headers=SENT)).json()
     assert (await post(here, "/actions/alone/runs", body, 200, headers=SENT)).json()["id"] == run["id"]
@@ -126,12 +126,12 @@ async def test_an_active_run_that_is_asked_for_again_is_no_conflict(here: Desk) 
     await post(here, f"/runs/{run['id']}/cancel", status=200)
 
 
-async def test_a_request_that_was_refused_does_not_use_up_its_key(here: Desk) -> None:
+async def test_a_request_that_was_refused_does_not_use_up_its_key(here: LocalInstance) -> None:
     is_problem(await post(here, "/actions/weigh/runs", {"payload": {}}, headers=SENT), "invalid")
     await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
 
 
-async def test_the_key_and_the_run_are_written_together_or_not_at_all(here: Desk) -> None:
+async def test_the_key_and_the_run_are_written_together_or_not_at_all(here: LocalInstance) -> None:
     """What fails after the key was taken takes the key back."""
     await here.sql("ALTER TABLE runs ADD CONSTRAINT refused CHECK (priority <> 13)")
     body = PARCEL | {"priority": 13}
@@ -146,7 +146,7 @@ async def test_the_key_and_the_run_are_written_together_or_not_at_all(here: Desk
 
 
 async def test_while_the_first_is_worked_on_the_second_waits_a_moment_and_is_told_to_ask_again(
-    here: Desk, address: str
+    here: LocalInstance, address: str
 ) -> None:
     with psycopg.connect(address) as other:
         hold(here, other, "weigh:order-17")
@@ -160,7 +160,7 @@ async def test_while_the_first_is_worked_on_the_second_waits_a_moment_and_is_tol
 
 
 @pytest.mark.usefixtures("patient")
-async def test_if_the_first_ends_in_time_the_second_has_its_answer(here: Desk, address: str) -> None:
+async def test_if_the_first_ends_in_time_the_second_has_its_answer(here: LocalInstance, address: str) -> None:
     first = (await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)).json()
     with psycopg.connect(address) as other:
         hold(here, other, "weigh:order-17")
@@ -186,19 +186,19 @@ async def test_requests_that_wait_keep_no_connections(address: str) -> None:
         assert len({answer.json()["id"] for answer in answers}) == 1
 
 
-def asked(here: Desk) -> int:
+def asked(here: LocalInstance) -> int:
     """How often a connection has been borrowed."""
     return here.running.context.database.figures()["requests_num"]
 
 
-async def at_least(here: Desk, times: int) -> bool:
+async def at_least(here: LocalInstance, times: int) -> bool:
     return asked(here) >= times
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_that_is_sent_again_is_the_same_runs_in_the_same_order(here: Desk) -> None:
+async def test_a_batch_that_is_sent_again_is_the_same_runs_in_the_same_order(here: LocalInstance) -> None:
     first = (await post(here, "/runs:batch", BATCH, 202, headers=SENT)).json()["runs"]
     for run in first:
         await here.ended(run["id"])
@@ -209,13 +209,13 @@ async def test_a_batch_that_is_sent_again_is_the_same_runs_in_the_same_order(her
 
 
 @pytest.mark.usefixtures("patient")
-async def test_the_same_batch_at_the_same_moment_is_the_same_runs(here: Desk) -> None:
+async def test_the_same_batch_at_the_same_moment_is_the_same_runs(here: LocalInstance) -> None:
     answers = await asyncio.gather(*(post(here, "/runs:batch", BATCH, headers=SENT) for _ in range(10)))
     assert sorted(answer.status_code for answer in answers) == [200] * 9 + [202]
     assert len({tuple(run["id"] for run in answer.json()["runs"]) for answer in answers}) == 1
 
 
-async def test_another_batch_under_the_same_key_is_refused_whatever_is_different(here: Desk) -> None:
+async def test_another_batch_under_the_same_key_is_refused_whatever_is_different(here: LocalInstance) -> None:
     await post(here, "/runs:batch", BATCH, 202, headers=SENT)
     runs = BATCH["runs"]
     others = [
@@ -230,7 +230,7 @@ async def test_another_batch_under_the_same_key_is_refused_whatever_is_different
     assert await runs_there_are(here) == 5
 
 
-async def test_a_run_with_a_key_of_its_own_keeps_it_in_a_batch(here: Desk) -> None:
+async def test_a_run_with_a_key_of_its_own_keeps_it_in_a_batch(here: LocalInstance) -> None:
     single = (await post(here, "/actions/echo/runs", {"key": "mine"}, 202)).json()
     orders = {"runs": [{"action": "echo", "key": "mine"}, {"action": "echo"}]}
     first = (await post(here, "/runs:batch", orders, 202, headers=SENT)).json()["runs"]
@@ -239,13 +239,13 @@ async def test_a_run_with_a_key_of_its_own_keeps_it_in_a_batch(here: Desk) -> No
     assert [run["id"] for run in again] == [run["id"] for run in first]
 
 
-async def test_a_batch_in_flight_is_told_to_ask_again(here: Desk, address: str) -> None:
+async def test_a_batch_in_flight_is_told_to_ask_again(here: LocalInstance, address: str) -> None:
     with psycopg.connect(address) as other:
         hold(here, other, "runs:batch:order-17")
         is_problem(await post(here, "/runs:batch", BATCH, headers=SENT), "key-in-flight")
 
 
-async def test_what_is_remembered_of_a_batch_goes_with_its_first_run(here: Desk) -> None:
+async def test_what_is_remembered_of_a_batch_goes_with_its_first_run(here: LocalInstance) -> None:
     first = (await post(here, "/runs:batch", BATCH, 202, headers=SENT)).json()["runs"][0]
     remembered = await here.sql("SELECT run_id FROM run_keys WHERE action_id = 0")
     assert remembered == [(first["id"],)]

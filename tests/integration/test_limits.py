@@ -23,7 +23,7 @@ from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon
 from tests.support.service import service
-from tests.support.table import Table, table
+from tests.support.table import EngineHarness, table
 
 pytestmark = pytest.mark.anyio
 ROUNDS = 5
@@ -38,7 +38,7 @@ def sea(postgres: Postgres) -> Iterator[str]:
 
 
 @pytest.fixture
-async def here(sea: str) -> AsyncIterator[Table]:
+async def here(sea: str) -> AsyncIterator[EngineHarness]:
     async with table(sea) as own:
         await own.sql("TRUNCATE limits")
         yield own
@@ -60,7 +60,7 @@ async def work(limits: Limits, wanted: Limit, count: int, instants: list[float],
     await limits.stop()
 
 
-async def used_until(here: Table) -> float:
+async def used_until(here: EngineHarness) -> float:
     ((instant,),) = await here.sql("SELECT extract(epoch FROM used_until)::float8 FROM limits")
     return float(instant)
 
@@ -69,7 +69,9 @@ async def used_until(here: Table) -> float:
 
 
 @pytest.mark.parametrize("burst", [1, 40])
-async def test_no_span_of_time_has_more_than_it_may_from_all_together_and_hardly_less(here: Table, burst: int) -> None:
+async def test_no_span_of_time_has_more_than_it_may_from_all_together_and_hardly_less(
+    here: EngineHarness, burst: int
+) -> None:
     wanted = Limit.of("tides", "200/s", burst)
     for _ in range(ROUNDS):
         await here.sql("TRUNCATE limits")
@@ -83,14 +85,14 @@ async def test_no_span_of_time_has_more_than_it_may_from_all_together_and_hardly
     pytest.fail("hardly less than it may")
 
 
-async def test_a_burst_is_let_through_at_once_and_not_one_more(here: Table) -> None:
+async def test_a_burst_is_let_through_at_once_and_not_one_more(here: EngineHarness) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "1/h", 50)
     await asyncio.gather(*(limits.take(wanted, 0) for _ in range(50)))
     with pytest.raises(LimitReached):
         await limits.take(wanted, 0)
 
 
-async def test_two_rates_of_one_name_each_move_it_on_by_their_own_interval(here: Table) -> None:
+async def test_two_rates_of_one_name_each_move_it_on_by_their_own_interval(here: EngineHarness) -> None:
     limits = Limits(here.database)
     await limits.take(Limit.of("tides", "1/m", 2), 0)
     before = await used_until(here)
@@ -98,7 +100,7 @@ async def test_two_rates_of_one_name_each_move_it_on_by_their_own_interval(here:
     assert await used_until(here) - before == pytest.approx(3600, abs=0.001)
 
 
-async def test_each_name_has_its_own(here: Table) -> None:
+async def test_each_name_has_its_own(here: EngineHarness) -> None:
     limits = Limits(here.database)
     for name in ("tides", "%s'{}:;", "潮汐 🌊"):
         await limits.take(Limit.of(name, "1/h", 1), 0)
@@ -108,7 +110,7 @@ async def test_each_name_has_its_own(here: Table) -> None:
 # -- who waits --------------------------------------------------------------------------------------------------------
 
 
-async def test_who_does_not_want_to_wait_is_refused_and_told_when_and_has_taken_nothing(here: Table) -> None:
+async def test_who_does_not_want_to_wait_is_refused_and_told_when_and_has_taken_nothing(here: EngineHarness) -> None:
     wanted = Limit.of("tides", "1/m", 1)
     await Limits(here.database).take(wanted, 0)
     before = await used_until(here)
@@ -118,7 +120,7 @@ async def test_who_does_not_want_to_wait_is_refused_and_told_when_and_has_taken_
     assert await used_until(here) == before
 
 
-async def test_a_wait_that_is_too_short_is_refused_as_soon_as_that_is_certain(here: Table) -> None:
+async def test_a_wait_that_is_too_short_is_refused_as_soon_as_that_is_certain(here: EngineHarness) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 1)
     await Limits(here.database).take(wanted, 0)
     with pytest.raises(LimitReached):
@@ -134,11 +136,11 @@ async def test_a_wait_that_is_too_short_is_refused_as_soon_as_that_is_certain(he
     patient.cancel()
 
 
-async def moved(here: Table, before: float) -> bool:
+async def moved(here: EngineHarness, before: float) -> bool:
     return await used_until(here) > before
 
 
-async def test_a_wait_that_is_long_enough_is_not_refused(here: Table) -> None:
+async def test_a_wait_that_is_long_enough_is_not_refused(here: EngineHarness) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "10/s", 1)
     began = clock()
     for _ in range(3):
@@ -146,7 +148,7 @@ async def test_a_wait_that_is_long_enough_is_not_refused(here: Table) -> None:
     assert clock() - began > 0.18
 
 
-async def test_first_come_is_first_served(here: Table) -> None:
+async def test_first_come_is_first_served(here: EngineHarness) -> None:
     limits, wanted, served = Limits(here.database), Limit.of("tides", "200/s", 1), list[int]()
 
     async def ask(number: int) -> None:
@@ -157,7 +159,7 @@ async def test_first_come_is_first_served(here: Table) -> None:
     assert served == list(range(60))
 
 
-async def test_one_who_waits_elsewhere_does_not_wait_for_all_of_a_crowd_here(here: Table) -> None:
+async def test_one_who_waits_elsewhere_does_not_wait_for_all_of_a_crowd_here(here: EngineHarness) -> None:
     wanted, crowded, instants = Limit.of("tides", "100/s", 1), Limits(here.database), list[float]()
     crowd = asyncio.create_task(work(crowded, wanted, 500, instants, 5.0))
     await soon(lambda: served_some(instants))
@@ -173,7 +175,7 @@ async def served_some(instants: list[float]) -> bool:
     return len(instants) > 3
 
 
-async def test_the_permit_of_one_who_gave_up_goes_to_the_next(here: Table) -> None:
+async def test_the_permit_of_one_who_gave_up_goes_to_the_next(here: EngineHarness) -> None:
     # So seldom that the first has not had its permit when it gives up.
     limits, wanted = Limits(here.database), Limit.of("tides", "1/3s", 1)
     await limits.take(wanted, 0)
@@ -185,8 +187,10 @@ async def test_the_permit_of_one_who_gave_up_goes_to_the_next(here: Table) -> No
     assert await used_until(here) - before == pytest.approx(wanted.interval, abs=0.001)
 
 
-async def test_it_is_kept_for_whoever_comes_next_until_its_time(here: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.fleet.cluster.limits.BELIEVED", 0.0)
+async def test_it_is_kept_for_whoever_comes_next_until_its_time(
+    here: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.coordination.limits.BELIEVED", 0.0)
     limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 1)
     await limits.take(wanted, 0)
     before = await used_until(here)
@@ -200,7 +204,7 @@ async def test_it_is_kept_for_whoever_comes_next_until_its_time(here: Table, mon
     assert await used_until(here) - before == pytest.approx(wanted.interval, abs=0.001)
 
 
-async def test_many_are_served_by_few_statements_and_those_who_are_refused_by_none(here: Table) -> None:
+async def test_many_are_served_by_few_statements_and_those_who_are_refused_by_none(here: EngineHarness) -> None:
     limits, asked = Limits(here.database), 0
     connection = limits.connection
 
@@ -220,7 +224,7 @@ async def test_many_are_served_by_few_statements_and_those_who_are_refused_by_no
     assert asked - before <= 1
 
 
-async def test_whoever_still_waits_when_the_instance_leaves_is_told_so(here: Table) -> None:
+async def test_whoever_still_waits_when_the_instance_leaves_is_told_so(here: EngineHarness) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 1)
     await limits.start()
     await limits.take(wanted, 0)
@@ -238,7 +242,7 @@ async def waits(limits: Limits) -> bool:
 # -- too late ---------------------------------------------------------------------------------------------------------
 
 
-async def test_who_was_frozen_lets_no_heap_through_on_waking(here: Table) -> None:
+async def test_who_was_frozen_lets_no_heap_through_on_waking(here: EngineHarness) -> None:
     limits, wanted, instants = Limits(here.database), Limit.of("tides", "1000/s", 1), list[float]()
 
     async def ask() -> None:
@@ -253,7 +257,7 @@ async def test_who_was_frozen_lets_no_heap_through_on_waking(here: Table) -> Non
     assert len([instant for instant in instants if woken <= instant < woken + 0.005]) < 20
 
 
-async def test_a_permit_that_was_handed_to_one_who_woke_too_late_is_not_used(here: Table) -> None:
+async def test_a_permit_that_was_handed_to_one_who_woke_too_late_is_not_used(here: EngineHarness) -> None:
     """Ten are let through in the same moment. The first keeps the nine others from noticing, until ten more may."""
     limits, wanted, instants = Limits(here.database), Limit.of("tides", "100/s", 10), list[float]()
     others: list[asyncio.Task[None]] = []
@@ -272,7 +276,7 @@ async def test_a_permit_that_was_handed_to_one_who_woke_too_late_is_not_used(her
     assert excess(instants, wanted.interval, wanted.burst) < 6
 
 
-async def test_a_permit_is_never_given_early_however_long_the_answer_took(here: Table, sea: str) -> None:
+async def test_a_permit_is_never_given_early_however_long_the_answer_took(here: EngineHarness, sea: str) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "1/s", 1)
     await limits.take(wanted, 0)
     instant = await used_until(here)
@@ -285,7 +289,7 @@ async def test_a_permit_is_never_given_early_however_long_the_answer_took(here: 
     assert time.time() >= instant
 
 
-async def test_an_answer_that_took_too_long_counts_for_nothing(here: Table, sea: str) -> None:
+async def test_an_answer_that_took_too_long_counts_for_nothing(here: EngineHarness, sea: str) -> None:
     """Whoever was frozen while it was on its way cannot know how old it is."""
     limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 5)
     await limits.take(wanted, 0)

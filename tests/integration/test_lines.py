@@ -13,14 +13,14 @@ from app.fleet.cluster.registry import Register
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import array
 from app.fleet.engine.dispatch import claim, ordered
-from app.fleet.engine.dispatch.ordered import LINES, Ring, place_of
+from app.fleet.engine.dispatch.ordered import LINES, ScanCursor, place_of
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.writer import FINISH
-from app.fleet.engine.maintenance.rescuer import TakeBack
+from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import EngineError
 from app.fleet.runs import records
 from tests.support.runs import soon
-from tests.support.table import NAMESPACE, Claimed, Claiming, Table, declare, table
+from tests.support.table import NAMESPACE, Claimed, Claiming, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -32,8 +32,8 @@ def ids(claimed: Sequence[Claimed]) -> list[int]:
     return sorted(run.run_id for run in claimed)
 
 
-async def line(here: Table, order_by: str, many: int, **order: Any) -> list[int]:
-    return await here.trigger(*[Order("tick", order_by=order_by, **order)] * many)
+async def line(here: EngineHarness, ordering_key: str, many: int, **order: Any) -> list[int]:
+    return await here.trigger(*[Order("tick", ordering_key=ordering_key, **order)] * many)
 
 
 # -- who may be claimed -----------------------------------------------------------------------------------------------
@@ -53,13 +53,15 @@ async def test_of_each_line_the_first_is_claimed_whoever_claims_and_the_next_whe
 
 async def test_two_actions_with_the_same_key_have_nothing_to_do_with_each_other(address: str) -> None:
     async with table(address, declare("tick"), declare("tock")) as here:
-        first, _, other = await here.trigger(*[Order(name, order_by="a") for name in ("tick", "tick", "tock")])
+        first, _, other = await here.trigger(*[Order(name, ordering_key="a") for name in ("tick", "tick", "tock")])
         assert ids(await (await here.instance("one")).claim()) == [first, other]
 
 
 async def test_a_greater_priority_overtakes_nobody_in_its_line(address: str) -> None:
     async with table(address, declare()) as here:
-        first, _ = await here.trigger(Order("tick", order_by="a", priority=-5), Order("tick", order_by="a", priority=9))
+        first, _ = await here.trigger(
+            Order("tick", ordering_key="a", priority=-5), Order("tick", ordering_key="a", priority=9)
+        )
         assert await (await here.instance("one")).claim() == [Claimed(first, 1, -5)], "and is what it was given"
 
 
@@ -91,7 +93,7 @@ async def test_a_run_of_an_instance_that_died_holds_its_line_and_goes_first(addr
         one, two = await here.instance("one"), await here.instance("two")
         assert ids(await one.claim()) == [first]
         assert await two.claim() == []
-        register = Register(NAMESPACE, [TakeBack(NAMESPACE)])
+        register = Register(NAMESPACE, [Rescue(NAMESPACE)])
         with psycopg.connect(address, autocommit=True) as leader:
             assert register.declare_gone(leader, one.identity.id, "it looks dead") == "one"
         assert ids(await two.claim()) == [first]
@@ -120,13 +122,13 @@ async def test_a_locked_head_is_left_alone_with_its_line(address: str) -> None:
 # -- two that were open at the same time ------------------------------------------------------------------------------
 
 INSERT = """
-INSERT INTO flotilla.runs (action_id, priority, run_at, max_attempts, trigger, order_key)
+INSERT INTO flotilla.runs (action_id, priority, run_at, max_attempts, trigger, ordering_key)
 VALUES (%s, %s, now(), 1, 'code', 'a')
 RETURNING id
 """
 
 
-def insert(session: psycopg.Connection[TupleRow], here: Table) -> int:
+def insert(session: psycopg.Connection[TupleRow], here: EngineHarness) -> int:
     row = session.execute(INSERT, [here.catalogue.id_of("tick"), LINES]).fetchone()
     assert row is not None
     return int(row[0])
@@ -196,7 +198,7 @@ async def test_lines_take_turns(address: str) -> None:
         one, turns = await here.instance("one"), []
         for _ in range(9):
             ((run_id, _, _),) = await one.claim(room=1)
-            turns += [key for (key,) in await here.sql("DELETE FROM runs WHERE id = %s RETURNING order_key", run_id)]
+            turns += [key for (key,) in await here.sql("DELETE FROM runs WHERE id = %s RETURNING ordering_key", run_id)]
             # It would go on with this line at once, were there not others whose turn it is.
             one.claimant.ready.tell_ended(here.catalogue.id_of("tick"), turns[-1])
         assert turns == ["a", "b", "c"] * 3
@@ -210,7 +212,7 @@ async def test_more_lines_than_one_claim_looks_at_are_all_come_to(
     async with table(address, declare()) as here:
         for number in range(10):
             await line(here, f"line-{number}", 1)
-        await here.sql("UPDATE runs SET run_at = now() + interval '1 h' WHERE order_key <> 'line-7' RETURNING 1")
+        await here.sql("UPDATE runs SET run_at = now() + interval '1 h' WHERE ordering_key <> 'line-7' RETURNING 1")
         one, claims = await here.instance("one"), 0
         await told(one)
         while one.claimant.ready.due(asyncio.get_running_loop().time()):
@@ -261,8 +263,8 @@ async def test_a_look_that_has_not_come_round_rests_too(address: str, monkeypatc
         assert 3000 < due - loop.time() < 3700
 
 
-async def key_of(here: Table, run_id: int) -> str:
-    ((key,),) = await here.sql("SELECT order_key FROM runs WHERE id = %s", run_id)
+async def key_of(here: EngineHarness, run_id: int) -> str:
+    ((key,),) = await here.sql("SELECT ordering_key FROM runs WHERE id = %s", run_id)
     return str(key)
 
 
@@ -282,9 +284,9 @@ async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_loo
         one = await here.instance("one")
         assert len(await one.claim()) == 3
         ring = one.claimant.ready._spots[here.catalogue.id_of("tick"), LINES].ring
-        assert isinstance(ring, Ring)
+        assert isinstance(ring, ScanCursor)
         assert await one.claim(everywhere=False) == [], "nobody is told of anything"
-        (first,) = await here.sql("DELETE FROM runs WHERE order_key = 'b' AND state = 'running' RETURNING id")
+        (first,) = await here.sql("DELETE FROM runs WHERE ordering_key = 'b' AND state = 'running' RETURNING id")
         one.claimant.ready.tell_ended(here.catalogue.id_of("tick"), "b")
         before = (ring.after, ring.start)
         (run,) = await one.claim(everywhere=False)
@@ -317,7 +319,7 @@ async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address
         await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
         await told(one)
         ring = one.claimant.ready._spots[here.catalogue.id_of("tick"), LINES].ring
-        assert isinstance(ring, Ring)
+        assert isinstance(ring, ScanCursor)
         # All are asked for, and of what is left of the round, two are met.
         ring.ask(["x", "y", "a", "b"])
         ring.after, ring.start, ring.wrapped = "y", "b", False
@@ -376,7 +378,7 @@ async def test_lines_are_claimed_at_the_priority_of_their_action(address: str, l
         one = await here.instance("one")
         first = ids(await one.claim(room=10)) + ids(await one.claim(room=10))
         ((of_lines,),) = await here.sql(
-            "SELECT count(*) FROM runs WHERE id = ANY (%s) AND order_key IS NOT NULL", first
+            "SELECT count(*) FROM runs WHERE id = ANY (%s) AND ordering_key IS NOT NULL", first
         )
         assert of_lines == (20 if lined > plain else 0)
 
@@ -388,13 +390,13 @@ async def test_lines_are_claimed_at_the_priority_of_their_action(address: str, l
 async def test_concurrency_holds_for_lines_and_the_rest_together(address: str, limit: dict[str, Any]) -> None:
     most = limit.get("concurrency", 1)
     async with table(address, declare(**limit)) as here:
-        wanted = [*await here.trigger(*[Order("tick", order_by=f"k{n % 5}") for n in range(20)])]
+        wanted = [*await here.trigger(*[Order("tick", ordering_key=f"k{n % 5}") for n in range(20)])]
         wanted += await here.trigger(*[Order("tick")] * 10)
         claiming = [await here.instance(f"i-{number}") for number in range(4)]
         ended: list[tuple[str | None, int]] = []
         while len(ended) < len(wanted):
             await asyncio.gather(*(each.claim() for each in claiming))
-            running = await here.sql("SELECT order_key, id FROM runs WHERE state = 'running'")
+            running = await here.sql("SELECT ordering_key, id FROM runs WHERE state = 'running'")
             # None, where each of them found what another was about to claim.
             assert len(running) <= most
             await here.sql(END, [run_id for _, run_id in running])
@@ -407,7 +409,7 @@ async def test_concurrency_holds_for_lines_and_the_rest_together(address: str, l
 
 async def test_a_rate_holds_for_lines(address: str) -> None:
     async with table(address, declare(rate="20/s")) as here:
-        await here.trigger(*[Order("tick", order_by=f"k{number}") for number in range(200)])
+        await here.trigger(*[Order("tick", ordering_key=f"k{number}") for number in range(200)])
         claiming = [await here.instance(f"i-{number}") for number in range(4)]
         loop = asyncio.get_running_loop()
         began, started = loop.time(), 0
@@ -422,7 +424,7 @@ async def test_a_refused_head_takes_nothing_back_that_was_claimed_under_the_same
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with table(address, declare("tick", concurrency=9), declare("tock", concurrency=9)) as here:
-        await here.trigger(Order("tick", order_by="a"), Order("tock", order_by="a"))
+        await here.trigger(Order("tick", ordering_key="a"), Order("tock", ordering_key="a"))
         one = await here.instance("one")
         real = ordered.claim
         refused: list[int] = []
@@ -444,7 +446,7 @@ async def test_what_was_taken_of_one_action_is_kept_if_the_claim_of_another_fail
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with table(address, declare("tick"), declare("tock")) as here:
-        await here.trigger(Order("tick", order_by="a"), Order("tock", order_by="a"))
+        await here.trigger(Order("tick", ordering_key="a"), Order("tock", ordering_key="a"))
         one = await here.instance("one")
         real = ordered.claim
         asked: list[int] = []
@@ -494,14 +496,14 @@ async def test_a_long_line_costs_nobody_anything(address: str) -> None:
         await here.trigger(*[Order("tick")] * 10)
         await line(here, "b", 10)
         before = [await blocks(here, claim.CLAIM), await blocks(here, ordered.CLAIM)]
-        await here.trigger(*[Order("tick", order_by="a")] * 10_000)
+        await here.trigger(*[Order("tick", ordering_key="a")] * 10_000)
         after = [await blocks(here, claim.CLAIM), await blocks(here, ordered.CLAIM)]
         # The indexes are a level deeper, and there is a line more.
         assert after[0] <= before[0] + 20, (before, after)
         assert after[1] <= before[1] + 60, (before, after)
 
 
-async def blocks(here: Table, statement: Statement) -> int:
+async def blocks(here: EngineHarness, statement: Statement) -> int:
     """Count what a claim touches, and take it back."""
     one = await here.instance("counting")
     values: dict[str, Any] = {"me": one.identity.id, "name": "counting", "counted": False}
@@ -553,11 +555,11 @@ def scans(plan: dict[str, Any], relation: str) -> list[dict[str, Any]]:
 async def test_ids_go_by_the_place_in_a_batch_whatever_keys_there_are(address: str) -> None:
     async with table(address, declare()) as here:
         keys = ["z", None, "b", "a", None, "y", "c", None]
-        made = await here.trigger(*[Order("tick", key=key, order_by="l") for key in keys])
+        made = await here.trigger(*[Order("tick", key=key, ordering_key="l") for key in keys])
         assert made == sorted(made)
         rows = await here.sql("SELECT key FROM runs ORDER BY id")
         assert [key for (key,) in rows] == keys
-        again = await here.trigger(*[Order("tick", key=key, order_by="l") for key in ("c", "new", "z")])
+        again = await here.trigger(*[Order("tick", key=key, ordering_key="l") for key in ("c", "new", "z")])
         assert (again[0], again[2]) == (made[6], made[0]), "those that were there keep their places"
         assert again[1] > made[-1]
 
@@ -570,7 +572,7 @@ async def test_a_run_that_is_tried_again_goes_to_the_front_and_never_beside_one_
         await end(here, failed, 1, "failed")
         assert ids(await one.claim()) == [running]
         async with here.database.connection() as connection:
-            assert (await records.retry(connection, NAMESPACE, failed)).order_by == "a"
+            assert (await records.retry(connection, NAMESPACE, failed)).ordering_key == "a"
         (other,) = await line(here, "b", 1)
         assert ids(await one.claim()) == [other], "and who is in no line with it does not notice"
         await end(here, running, 1, None)
@@ -579,7 +581,7 @@ async def test_a_run_that_is_tried_again_goes_to_the_front_and_never_beside_one_
         assert ids(await one.claim()) == [waiting]
 
 
-async def end(here: Table, run_id: int, token: int, state: str | None) -> None:
+async def end(here: EngineHarness, run_id: int, token: int, state: str | None) -> None:
     values = {"ids": [run_id], "tokens": [token], "states": [state], "results": [None], "errors": [None]}
     async with here.database.connection() as connection:
         cursor = await connection.execute(NAMESPACE.sql(FINISH), values)
@@ -589,9 +591,9 @@ async def end(here: Table, run_id: int, token: int, state: str | None) -> None:
 async def test_what_is_no_key_is_refused_before_anything_is_written(address: str) -> None:
     async with table(address, declare()) as here:
         wrong: list[Any] = ["", "x" * 201, "a\nb", "a\x00b", 7]
-        for order_by in wrong:
-            with pytest.raises(EngineError, match="order_by has from 1 to 200 printable letters"):
-                await here.trigger(Order("tick"), Order("tick", order_by=order_by))
+        for ordering_key in wrong:
+            with pytest.raises(EngineError, match="ordering_key has from 1 to 200 printable letters"):
+                await here.trigger(Order("tick"), Order("tick", ordering_key=ordering_key))
         assert await here.sql("SELECT id FROM runs") == []
 
 

@@ -16,7 +16,7 @@ from app.fleet.cluster.registry import BATCH, RELINK_GRACE, Identity, Register, 
 from app.fleet.db import migrations
 from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.namespace import Namespace
-from app.fleet.engine.maintenance.rescuer import TakeBack
+from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import FleetError, NameTaken
 from tests.support.postgres import Postgres, eventually
 from tests.support.proxy import Proxy
@@ -292,7 +292,7 @@ def test_a_death_with_very_many_runs_is_a_short_transaction_and_the_leader_takes
 ) -> None:
     """The verdict must end within the patience of the session that writes it, however many runs there are."""
     steps: list[object] = []
-    take_back = TakeBack(NAMESPACE)
+    take_back = Rescue(NAMESPACE)
 
     def counted(session: Session, dead: Sequence[int]) -> bool:
         more = take_back(session, dead)

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet import FleetError, Held, LockCycle, LockLost, LockTaken, lock
+from app.fleet import FleetError, HeldLock, LockCycle, LockLost, LockTaken, lock
 from app.fleet.cluster.registry import BATCH, Identity
 from app.fleet.coordination.locks import admin
 from app.fleet.coordination.locks import lock as locks
@@ -21,13 +21,13 @@ from app.fleet.db.direct import PATIENCE, open_session
 from app.fleet.db.namespace import Statement
 from app.fleet.errors import LockInvalid
 from tests.support.postgres import Postgres
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     """One instance, whose locks are meant in the test."""
     async with desk(address) as own:
         own.engine.enter()
@@ -35,7 +35,7 @@ async def here(address: str) -> AsyncIterator[Desk]:
 
 
 @pytest.fixture
-async def there(address: str, here: Desk) -> AsyncIterator[Desk]:
+async def there(address: str, here: LocalInstance) -> AsyncIterator[LocalInstance]:
     """Another one."""
     async with desk(address) as other:
         # The one that started last is meant otherwise.
@@ -43,7 +43,7 @@ async def there(address: str, here: Desk) -> AsyncIterator[Desk]:
         yield other
 
 
-def at(instance: Desk, work: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
+def at(instance: LocalInstance, work: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
     """Do something at this instance, in a task that has nothing to do with the test's: it holds no locks."""
 
     async def enter() -> Any:
@@ -60,23 +60,23 @@ async def hold(name: str, until: asyncio.Event, **options: Any) -> int:
         return held.token
 
 
-def locks_of(instance: Desk) -> Locks:
+def locks_of(instance: LocalInstance) -> Locks:
     return instance.running.context.shared.locks
 
 
-def identity(instance: Desk) -> Identity:
+def identity(instance: LocalInstance) -> Identity:
     me = instance.running.context.member.identity
     assert me is not None
     return me
 
 
-async def row(instance: Desk, name: str = "x") -> tuple[int | None, int]:
+async def row(instance: LocalInstance, name: str = "x") -> tuple[int | None, int]:
     """Who has a lock, and its token."""
     rows = await instance.sql("SELECT instance_id, token FROM service_locks WHERE name = %s", name)
     return rows[0][0], rows[0][1]
 
 
-async def held_by(instance: Desk, name: str = "x") -> None:
+async def held_by(instance: LocalInstance, name: str = "x") -> None:
     async def look() -> bool:
         rows = await instance.sql("SELECT instance_id FROM service_locks WHERE name = %s", name)
         return rows == [(identity(instance).id,)]
@@ -84,7 +84,7 @@ async def held_by(instance: Desk, name: str = "x") -> None:
     await soon(look)
 
 
-async def waiting(instance: Desk, count: int) -> None:
+async def waiting(instance: LocalInstance, count: int) -> None:
     async def look() -> bool:
         return await instance.sql("SELECT count(*) FROM lock_waiters") == [(count,)]
 
@@ -121,7 +121,7 @@ async def test_a_lock_is_held_by_one_and_each_holder_has_a_higher_token(address:
     assert tokens == list(range(1, 31))
 
 
-async def test_those_who_wait_are_let_in_as_they_came(here: Desk) -> None:
+async def test_those_who_wait_are_let_in_as_they_came(here: LocalInstance) -> None:
     order: list[int] = []
 
     async def queue(number: int) -> None:
@@ -137,7 +137,7 @@ async def test_those_who_wait_are_let_in_as_they_came(here: Desk) -> None:
     assert order == list(range(5))
 
 
-async def test_a_lock_that_is_free_is_not_for_a_newcomer_while_somebody_waits(here: Desk) -> None:
+async def test_a_lock_that_is_free_is_not_for_a_newcomer_while_somebody_waits(here: LocalInstance) -> None:
     await here.sql("INSERT INTO service_locks (name, token) VALUES ('x', 7)")
     await here.sql(
         "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '10s', '{}')",
@@ -146,7 +146,7 @@ async def test_a_lock_that_is_free_is_not_for_a_newcomer_while_somebody_waits(he
     assert await locks_of(here)._take(Wanted("x", 10, None), identity(here)) is None
 
 
-async def test_it_is_passed_on_between_instances_at_once(here: Desk, there: Desk) -> None:
+async def test_it_is_passed_on_between_instances_at_once(here: LocalInstance, there: LocalInstance) -> None:
     over = asyncio.Event()
     holder = asyncio.create_task(hold("x", over))
     await held_by(here)
@@ -156,7 +156,9 @@ async def test_it_is_passed_on_between_instances_at_once(here: Desk, there: Desk
     assert (await holder, await next_one) == (1, 2)
 
 
-async def test_without_waiting_a_lock_that_is_taken_is_refused_and_says_who_has_it(here: Desk, there: Desk) -> None:
+async def test_without_waiting_a_lock_that_is_taken_is_refused_and_says_who_has_it(
+    here: LocalInstance, there: LocalInstance
+) -> None:
     async def now() -> None:
         async with lock("x", wait=0):
             pytest.fail("it is held")
@@ -166,7 +168,7 @@ async def test_without_waiting_a_lock_that_is_taken_is_refused_and_says_who_has_
             await at(there, now)
 
 
-async def test_whoever_waits_too_long_is_refused_and_does_not_stand_in_the_queue_any_more(here: Desk) -> None:
+async def test_whoever_waits_too_long_is_refused_and_does_not_stand_in_the_queue_any_more(here: LocalInstance) -> None:
     async def briefly() -> None:
         async with lock("x", wait="200ms"):
             pytest.fail("it is held")
@@ -178,7 +180,7 @@ async def test_whoever_waits_too_long_is_refused_and_does_not_stand_in_the_queue
     assert locks_of(here).waiting == 0
 
 
-async def test_whoever_is_let_in_and_has_gone_passes_it_on(here: Desk) -> None:
+async def test_whoever_is_let_in_and_has_gone_passes_it_on(here: LocalInstance) -> None:
     over = asyncio.Event()
     async with lock("x"):
         gives_up = at(here, lambda: hold("x", over))
@@ -193,7 +195,7 @@ async def test_whoever_is_let_in_and_has_gone_passes_it_on(here: Desk) -> None:
     assert await asyncio.wait_for(stays, 60) == 3
 
 
-async def test_what_no_notification_told_is_found_by_looking(here: Desk) -> None:
+async def test_what_no_notification_told_is_found_by_looking(here: LocalInstance) -> None:
     over = asyncio.Event()
     locks_of(here)._member._listeners.pop("granted")
     async with lock("x"):
@@ -203,7 +205,7 @@ async def test_what_no_notification_told_is_found_by_looking(here: Desk) -> None
     assert await asyncio.wait_for(deaf, 60) == 2
 
 
-async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: Desk) -> None:
+async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: LocalInstance) -> None:
     """Let in while its link was broken, and passed over when its `ttl` was over: its place in the queue is gone."""
     over = asyncio.Event()
     over.set()
@@ -219,7 +221,7 @@ async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: Des
 # -- circles ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_task_that_has_a_lock_already_is_refused_it_at_once(here: Desk) -> None:
+async def test_a_task_that_has_a_lock_already_is_refused_it_at_once(here: LocalInstance) -> None:
     async with lock("x"):
         with pytest.raises(LockCycle, match="this task has the lock 'x' already"):
             async with lock("x"):
@@ -227,7 +229,7 @@ async def test_a_task_that_has_a_lock_already_is_refused_it_at_once(here: Desk) 
     assert (await row(here))[0] is None
 
 
-async def test_a_task_may_have_a_lock_again_that_it_had_before(here: Desk) -> None:
+async def test_a_task_may_have_a_lock_again_that_it_had_before(here: LocalInstance) -> None:
     async with lock("x"):
         pass
     async with lock("x") as held:
@@ -235,7 +237,9 @@ async def test_a_task_may_have_a_lock_again_that_it_had_before(here: Desk) -> No
     assert here
 
 
-async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way(here: Desk, there: Desk) -> None:
+async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way(
+    here: LocalInstance, there: LocalInstance
+) -> None:
     both = asyncio.Barrier(2)
 
     async def cross(first: str, second: str) -> str:
@@ -254,7 +258,7 @@ async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way
 # -- guarding ---------------------------------------------------------------------------------------------------------
 
 
-async def test_whoever_lost_it_commits_nothing_that_is_guarded(here: Desk) -> None:
+async def test_whoever_lost_it_commits_nothing_that_is_guarded(here: LocalInstance) -> None:
     await here.sql("CREATE TABLE public.effects (token bigint)")
     database = here.running.context.database
     with pytest.raises(LockLost, match="nothing that is guarded by its token 1"):
@@ -268,7 +272,7 @@ async def test_whoever_lost_it_commits_nothing_that_is_guarded(here: Desk) -> No
     assert locks_of(here).refused == 1
 
 
-async def test_nobody_is_let_in_before_what_is_guarded_has_ended(here: Desk, there: Desk) -> None:
+async def test_nobody_is_let_in_before_what_is_guarded_has_ended(here: LocalInstance, there: LocalInstance) -> None:
     """A transaction may outlive the block: a route's does. It is not waited for, and it is not overtaken."""
     over = asyncio.Event()
     over.set()
@@ -283,7 +287,7 @@ async def test_nobody_is_let_in_before_what_is_guarded_has_ended(here: Desk, the
 
 
 async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_ended(
-    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the one who let go, and not only by those who wait: they look seldom."""
     over = asyncio.Event()
@@ -296,7 +300,7 @@ async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_e
     assert await asyncio.wait_for(next_one, 60) == 2
 
 
-async def test_a_renewal_does_not_wait_for_what_is_guarded(here: Desk) -> None:
+async def test_a_renewal_does_not_wait_for_what_is_guarded(here: LocalInstance) -> None:
     async with lock("x", ttl="3s") as held, here.running.context.database.connection() as connection:
         await held.guard(connection)
         before = held.until
@@ -311,7 +315,7 @@ async def test_a_renewal_does_not_wait_for_what_is_guarded(here: Desk) -> None:
 # -- losing it --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_lock_that_nobody_renews_is_free_after_its_ttl(here: Desk, there: Desk) -> None:
+async def test_a_lock_that_nobody_renews_is_free_after_its_ttl(here: LocalInstance, there: LocalInstance) -> None:
     over = asyncio.Event()
     over.set()
     locks_of(here)._member._beat_hooks.clear()
@@ -322,7 +326,7 @@ async def test_a_lock_that_nobody_renews_is_free_after_its_ttl(here: Desk, there
     assert await asyncio.wait_for(next_one, 60) == 2
 
 
-async def test_a_lock_that_its_living_holder_forgot_is_free_after_its_ttl(here: Desk) -> None:
+async def test_a_lock_that_its_living_holder_forgot_is_free_after_its_ttl(here: LocalInstance) -> None:
     forgotten = (
         "INSERT INTO service_locks (name, token, instance_id, expires_at) VALUES ('x', 7, %s, now() + interval '1s')"
     )
@@ -331,7 +335,7 @@ async def test_a_lock_that_its_living_holder_forgot_is_free_after_its_ttl(here: 
         assert held.token == 8
 
 
-async def test_a_body_that_blocks_the_event_loop_keeps_its_lock(here: Desk) -> None:
+async def test_a_body_that_blocks_the_event_loop_keeps_its_lock(here: LocalInstance) -> None:
     async with lock("x", ttl="3s") as held:
         time.sleep(4)  # noqa: ASYNC251 — the mistake that this is about
         await asyncio.sleep(0.2)
@@ -339,7 +343,7 @@ async def test_a_body_that_blocks_the_event_loop_keeps_its_lock(here: Desk) -> N
     assert (await row(here))[1] == 1
 
 
-async def test_a_body_is_cancelled_when_somebody_else_has_its_lock(here: Desk) -> None:
+async def test_a_body_is_cancelled_when_somebody_else_has_its_lock(here: LocalInstance) -> None:
     with pytest.raises(LockLost, match="'x', with the token 1, was lost: it was taken over"):
         async with lock("x"):
             await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
@@ -347,14 +351,16 @@ async def test_a_body_is_cancelled_when_somebody_else_has_its_lock(here: Desk) -
     assert (await row(here))[1] == 2
 
 
-async def test_a_body_may_want_to_be_told_and_not_to_be_cancelled(here: Desk) -> None:
+async def test_a_body_may_want_to_be_told_and_not_to_be_cancelled(here: LocalInstance) -> None:
     async with lock("x", on_loss="tell") as held:
         await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
         await asyncio.wait_for(held.lost.wait(), 60)
         assert held.why_lost == "it was taken over"
 
 
-async def test_a_link_that_is_up_again_soon_enough_costs_no_lock(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_that_is_up_again_soon_enough_costs_no_lock(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locks, "HOLD_ON", 10.0)
     member = here.running.context.member
     async with lock("x") as held:
@@ -385,7 +391,7 @@ async def test_a_body_does_not_go_on_while_the_database_is_away(own_postgres: Po
         await asyncio.to_thread(own_postgres.start_again)
 
 
-async def test_a_lost_identity_loses_its_locks_and_is_let_in_again_as_somebody_new(here: Desk) -> None:
+async def test_a_lost_identity_loses_its_locks_and_is_let_in_again_as_somebody_new(here: LocalInstance) -> None:
     former = identity(here)
     with pytest.raises(LockLost, match=r"this instance was declared gone|the link to PostgreSQL broke"):
         async with lock("x"):
@@ -401,14 +407,16 @@ async def test_a_lost_identity_loses_its_locks_and_is_let_in_again_as_somebody_n
         assert held.token == 2
 
 
-async def test_it_is_released_once(here: Desk) -> None:
+async def test_it_is_released_once(here: LocalInstance) -> None:
     held = await locks_of(here).take(Wanted("x", 10, None), None)
     assert await locks_of(here).release(held)
     assert not await locks_of(here).release(held)
 
 
 @pytest.mark.parametrize(("waiters", "durable"), [(0, "off"), (1, "on")])
-async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(here: Desk, waiters: int, durable: str) -> None:
+async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(
+    here: LocalInstance, waiters: int, durable: str
+) -> None:
     held = await locks_of(here).take(Wanted("x", 10, None), None)
     for _ in range(waiters):
         await here.sql(
@@ -423,14 +431,14 @@ async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(here: De
     assert shown == (durable,)
 
 
-async def test_an_error_in_the_body_releases_it_and_is_what_the_caller_gets(here: Desk) -> None:
+async def test_an_error_in_the_body_releases_it_and_is_what_the_caller_gets(here: LocalInstance) -> None:
     with pytest.raises(ZeroDivisionError):
         async with lock("x"):
             _ = 1 / 0
     assert (await row(here)) == (None, 1)
 
 
-async def test_a_cancelled_body_releases_it(here: Desk) -> None:
+async def test_a_cancelled_body_releases_it(here: LocalInstance) -> None:
     task = asyncio.create_task(hold("x", asyncio.Event()))
     await held_by(here)
     task.cancel()
@@ -439,7 +447,7 @@ async def test_a_cancelled_body_releases_it(here: Desk) -> None:
     assert (await row(here))[0] is None
 
 
-async def test_whoever_is_gone_before_the_answer_comes_holds_nothing(here: Desk) -> None:
+async def test_whoever_is_gone_before_the_answer_comes_holds_nothing(here: LocalInstance) -> None:
     async with here.running.context.database.connection() as connection:
         # Until this ends, nobody can take anything for this instance.
         await connection.execute("SELECT FROM flotilla.instances WHERE id = %s FOR UPDATE", [identity(here).id])
@@ -456,7 +464,7 @@ async def test_whoever_is_gone_before_the_answer_comes_holds_nothing(here: Desk)
 
 
 async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_of_the_queues(
-    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = asyncio.Event()
     over.set()
@@ -476,7 +484,7 @@ async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_o
         behind.cancel()
 
 
-async def test_a_death_passes_a_bounded_number_of_locks_on_at_once_and_the_rest_after_it(here: Desk) -> None:
+async def test_a_death_passes_a_bounded_number_of_locks_on_at_once_and_the_rest_after_it(here: LocalInstance) -> None:
     await here.sql(
         "INSERT INTO service_locks (name, token, instance_id) SELECT n, 1, 99 FROM generate_series(1, %s) AS n",
         2 * BATCH + 500,
@@ -491,7 +499,7 @@ async def test_a_death_passes_a_bounded_number_of_locks_on_at_once_and_the_rest_
     assert left == [(True, BATCH + 500), (True, 500), (False, 0)]
 
 
-async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(here: Desk) -> None:
+async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(here: LocalInstance) -> None:
     async def anomalies() -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = (await here.running.client.get("/health/instances")).json()["anomalies"]
         return found
@@ -511,7 +519,7 @@ async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(h
 
 
 async def test_a_forced_release_waits_for_what_is_guarded_and_says_so_if_that_does_not_end(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin, "PATIENCE", "200ms")
     async with here.running.context.database.connection() as connection, lock("x") as held:
@@ -531,7 +539,7 @@ LONG = "1h"
 class Outage:
     """What this instance asks of PostgreSQL about locks fails, or its answers are lost, until it is over."""
 
-    def __init__(self, instance: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, instance: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
         self._fetch = locks_of(instance)._fetch
         self._over = asyncio.Event()
         self._lost: set[str] = set()
@@ -557,7 +565,7 @@ class Outage:
         return answer
 
 
-async def nobody_holds(instance: Desk, name: str = "x") -> None:
+async def nobody_holds(instance: LocalInstance, name: str = "x") -> None:
     async def look() -> bool:
         return await instance.sql("SELECT instance_id FROM service_locks WHERE name = %s", name) == [(None,)]
 
@@ -565,7 +573,7 @@ async def nobody_holds(instance: Desk, name: str = "x") -> None:
 
 
 async def test_waiters_that_gave_up_during_an_outage_leave_the_queue_when_it_is_over(
-    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = asyncio.Event()
     holder = at(there, lambda: hold("x", over))
@@ -584,7 +592,7 @@ async def test_waiters_that_gave_up_during_an_outage_leave_the_queue_when_it_is_
 
 
 async def test_a_lock_that_was_passed_on_to_a_waiter_nobody_here_knows_is_released_at_once(
-    here: Desk, there: Desk
+    here: LocalInstance, there: LocalInstance
 ) -> None:
     over = asyncio.Event()
     holder = at(there, lambda: hold("x", over))
@@ -601,7 +609,7 @@ async def test_a_lock_that_was_passed_on_to_a_waiter_nobody_here_knows_is_releas
 
 @pytest.mark.parametrize("statement", [TAKE, WAIT], ids=["taken", "in the queue"])
 async def test_a_lock_whose_taking_was_not_answered_does_not_stay_taken(
-    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch, statement: str
+    here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch, statement: str
 ) -> None:
     over = asyncio.Event()
     if statement is WAIT:
@@ -618,7 +626,7 @@ async def test_a_lock_whose_taking_was_not_answered_does_not_stay_taken(
 
 
 async def test_whoever_is_cancelled_while_it_enters_the_queue_does_not_stay_in_it(
-    here: Desk, there: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its row is committed, and the answer that says so is on its way."""
     over, written, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -645,7 +653,7 @@ async def test_whoever_is_cancelled_while_it_enters_the_queue_does_not_stay_in_i
 
 
 async def test_a_release_that_could_not_be_written_is_written_after_the_outage(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with lock("x", ttl=LONG):
         outage = Outage(here, monkeypatch)
@@ -656,7 +664,7 @@ async def test_a_release_that_could_not_be_written_is_written_after_the_outage(
 
 
 async def test_what_is_held_or_waited_for_is_not_released_by_the_look_for_what_nobody_knows(
-    here: Desk, there: Desk
+    here: LocalInstance, there: LocalInstance
 ) -> None:
     over = asyncio.Event()
     holder = at(there, lambda: hold("y", over))
@@ -676,7 +684,9 @@ async def test_what_is_held_or_waited_for_is_not_released_by_the_look_for_what_n
         assert (await holder, await next_one) == (1, 2)
 
 
-async def test_a_row_that_a_statement_under_way_may_have_written_is_left_until_that_one_has_ended(here: Desk) -> None:
+async def test_a_row_that_a_statement_under_way_may_have_written_is_left_until_that_one_has_ended(
+    here: LocalInstance,
+) -> None:
     """And not longer: there may always be another one under way for the same lock."""
     own = locks_of(here)
     await here.sql(
@@ -695,7 +705,7 @@ async def test_a_row_that_a_statement_under_way_may_have_written_is_left_until_t
 # -- rows that another transaction has locked -------------------------------------------------------------------------
 
 
-async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_release(here: Desk) -> None:
+async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_release(here: LocalInstance) -> None:
     """It would wait in the link's thread, and cost the instance its link."""
     member = here.running.context.member
     async with here.running.context.database.connection() as operator, lock("x", ttl=LONG) as held:
@@ -720,7 +730,7 @@ async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_releas
         await soon(renewed)
 
 
-async def test_a_lock_that_was_let_go_is_left_alone_once_it_has_another_holder(here: Desk) -> None:
+async def test_a_lock_that_was_let_go_is_left_alone_once_it_has_another_holder(here: LocalInstance) -> None:
     """Whoever let go while it was guarded has no reason to ask for ever."""
     async with here.running.context.database.connection() as connection:
         async with lock("x") as held:
@@ -740,13 +750,13 @@ async def test_a_lock_that_was_let_go_is_left_alone_once_it_has_another_holder(h
 # -- cost, and what cannot be -----------------------------------------------------------------------------------------
 
 
-async def anomalies(instance: Desk) -> dict[str, str]:
+async def anomalies(instance: LocalInstance) -> dict[str, str]:
     """Their kinds and subjects."""
     view = (await instance.running.client.get("/health/instances")).json()
     return {each["kind"]: each["subject"] for each in view["anomalies"]}
 
 
-async def test_a_lock_that_somebody_else_got_while_it_was_held_has_two_holders(here: Desk) -> None:
+async def test_a_lock_that_somebody_else_got_while_it_was_held_has_two_holders(here: LocalInstance) -> None:
     with pytest.raises(LockLost):
         async with lock("x"):
             # What nobody should do.
@@ -772,7 +782,7 @@ async def test_a_lock_that_somebody_else_got_while_it_was_held_has_two_holders(h
 
 
 async def test_a_lock_that_nobody_renewed_in_time_has_one_holder_after_the_other(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its time is over by our own clock when the next one is let in: that is how it is meant to be."""
     # Whoever watches the clock is asleep, so that the next renewal is the first to know.
@@ -787,7 +797,7 @@ async def test_a_lock_that_nobody_renewed_in_time_has_one_holder_after_the_other
     assert await here.sql("SELECT * FROM lock_overlaps") == []
 
 
-async def test_one_statement_renews_all_of_an_instances_locks(here: Desk) -> None:
+async def test_one_statement_renews_all_of_an_instances_locks(here: LocalInstance) -> None:
     own, member = locks_of(here), here.running.context.member
     held = [await own.take(Wanted(f"x{number}", 10, None), None) for number in range(200)]
     asked: list[str] = []
@@ -804,7 +814,7 @@ async def test_one_statement_renews_all_of_an_instances_locks(here: Desk) -> Non
     assert all(each.until > before[each.name] and each.active for each in held)
 
 
-async def test_an_instance_without_locks_asks_nothing(here: Desk) -> None:
+async def test_an_instance_without_locks_asks_nothing(here: LocalInstance) -> None:
     with open_session(here.running.context.member._addresses.direct, application="test") as session:
         session.close()
         # A closed session would object to any statement.
@@ -837,4 +847,4 @@ async def test_outside_of_a_running_service_there_are_no_locks() -> None:
 
 
 def test_a_held_lock_says_what_it_is() -> None:
-    assert repr(Held(None, None, "x", 7, 10.0, 0.0)) == "<lock 'x', token 7>"  # type: ignore[arg-type]
+    assert repr(HeldLock(None, None, "x", 7, 10.0, 0.0)) == "<lock 'x', token 7>"  # type: ignore[arg-type]

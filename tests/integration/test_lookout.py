@@ -13,9 +13,9 @@ from app.fleet.db.statements import array
 from app.fleet.engine.dispatch.claim import Clock
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.maintenance import reconciler
-from app.fleet.engine.maintenance.reconciler import LOOK, TURN, Lookout
+from app.fleet.engine.maintenance.reconciler import LOOK, TURN, Reconciler
 from tests.support.postgres import Postgres
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 from tests.support.table import NAMESPACE, declare, table
 
 pytestmark = pytest.mark.anyio
@@ -27,18 +27,20 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         yield own
 
 
-async def looks(here: Desk, many: int = 4) -> None:
+async def looks(here: LocalInstance, many: int = 4) -> None:
     """Wait until it has looked so often from now on."""
     before = here.engine.lookout.looks
     await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.lookout.looks >= before + many))
 
 
-async def test_a_claim_that_takes_its_time_keeps_what_it_has_taken(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_claim_that_takes_its_time_keeps_what_it_has_taken(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claimant, gate, taken = here.engine.executor.claimant, asyncio.Event(), asyncio.Event()
     genuine = claimant.claim
 
@@ -90,7 +92,7 @@ async def test_a_run_that_ended_while_the_database_was_away_is_not_taken_for_one
 
 
 async def test_a_lookout_that_fails_again_and_again_says_so(
-    here: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await looks(here, 1)
     broken = reconciler.LOOK.replace("clock_timestamp()", "'58028-01-01'::timestamptz")
@@ -131,7 +133,7 @@ async def test_of_those_that_do_not_lead_one_at_a_time_looks_at_the_runs_of_all(
     executor: Any = SimpleNamespace(claimant=SimpleNamespace(clock=clock))
     member: Any = SimpleNamespace(leading=False)
     each: Any = None
-    followers = [Lookout(each, member, each, executor, each) for _ in range(many)]
+    followers = [Reconciler(each, member, each, executor, each) for _ in range(many)]
     turns = []
     for number in range(4 * many):
         clock.learn(datetime.fromtimestamp(1e9 + TURN * (number / 2), UTC), asyncio.get_running_loop().time())

@@ -17,7 +17,7 @@ from app.fleet.stream.channel import Turns
 from app.fleet.stream.hub import Joint
 from tests.integration.test_feed import collect as collect_feed
 from tests.integration.test_run_streams import collect
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 from tests.support.streams import messages
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +25,7 @@ MANY = 1500
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         yield own
 
@@ -45,7 +45,7 @@ def counted(owner: object, name: str) -> Iterator[list[tuple[Any, ...]]]:
 
 
 @contextmanager
-def most_borrowed(here: Desk) -> Iterator[list[int]]:
+def most_borrowed(here: LocalInstance) -> Iterator[list[int]]:
     """Keep how many connections the hub has at once."""
     hub = here.running.context.stream.hub
     genuine, now, most = hub._database.autocommit, 0, [0]
@@ -90,7 +90,7 @@ async def test_very_many_clients_open_the_feed_at_once_and_neither_they_nor_writ
             assert before not in {message.data["run"] for message in seen}
 
 
-async def test_clients_that_open_runs_at_once_share_statements(here: Desk) -> None:
+async def test_clients_that_open_runs_at_once_share_statements(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run_ids = await here.trigger_all([Order("noop")] * 60)
     for run_id in run_ids:
@@ -105,7 +105,7 @@ async def test_clients_that_open_runs_at_once_share_statements(here: Desk) -> No
     assert hub._kept_together == 0
 
 
-async def test_clients_of_one_run_that_begin_at_different_events_share_a_read(here: Desk) -> None:
+async def test_clients_of_one_run_that_begin_at_different_events_share_a_read(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run = await here.run("speak")
     with counted(hub._beginning, "_read") as reads:
@@ -114,7 +114,7 @@ async def test_clients_of_one_run_that_begin_at_different_events_share_a_read(he
     assert len(reads) == 1
 
 
-async def test_clients_that_come_back_with_the_same_number_share_what_they_read(here: Desk) -> None:
+async def test_clients_that_come_back_with_the_same_number_share_what_they_read(here: LocalInstance) -> None:
     """As after a deploy: the channel begins where they come back, and what they missed is read for all of them."""
     hub = here.running.context.stream.hub
     for _ in range(4):
@@ -132,7 +132,7 @@ async def test_clients_that_come_back_with_the_same_number_share_what_they_read(
     assert len([given for given in reads if given[2] == 3]) == 1
 
 
-async def test_a_client_that_leaves_before_its_stream_begins_takes_nobody_with_it(here: Desk) -> None:
+async def test_a_client_that_leaves_before_its_stream_begins_takes_nobody_with_it(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run = await here.run("noop")
     first, second = (asyncio.create_task(collect(here, run.id)) for _ in range(2))
@@ -182,7 +182,7 @@ async def test_the_same_number_given_twice_is_tried_again_and_not_answered_with_
         assert failed
 
 
-async def test_while_another_session_gives_numbers_runs_are_followed_and_the_feed_waits(here: Desk) -> None:
+async def test_while_another_session_gives_numbers_runs_are_followed_and_the_feed_waits(here: LocalInstance) -> None:
     """A reader that froze while it holds the lock, until the server ends its session."""
     hub, database = here.running.context.stream.hub, here.running.context.database
     await here.run("noop")
@@ -199,7 +199,7 @@ async def test_while_another_session_gives_numbers_runs_are_followed_and_the_fee
         assert (await opening).status_code == 400
 
 
-async def test_an_event_is_encoded_once_for_all_clients(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_is_encoded_once_for_all_clients(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, context = here.running.context.stream.hub, here.running.context
     encoded: list[int] = []
     genuine = feed.Change.as_json
@@ -269,7 +269,7 @@ async def test_clients_let_something_else_go_first_for_some_turns_and_not_for_ev
 
 
 async def test_what_all_followed_runs_keep_in_memory_is_bounded_and_nobody_misses_anything(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 300_000
     monkeypatch.setattr("app.fleet.stream.hub.KEPT_TOGETHER", most)

@@ -9,7 +9,7 @@ from app.fleet.db.statements import array
 from app.fleet.engine.dispatch.claim import CLAIM
 from app.fleet.engine.dispatch.ordered import LINES
 from app.fleet.engine.enqueue.trigger import Order
-from tests.support.table import NAMESPACE, Claiming, Table, declare, table
+from tests.support.table import NAMESPACE, Claiming, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 
@@ -48,13 +48,13 @@ async def claim_as_if_there_were_no_lines(one: Claiming) -> list[int]:
     return [row[0] for row in rows]
 
 
-async def running(here: Table) -> list[tuple[int]]:
+async def running(here: EngineHarness) -> list[tuple[int]]:
     return await here.sql("SELECT id FROM runs WHERE state = 'running' ORDER BY id")
 
 
 async def test_a_release_that_does_not_know_lines_never_runs_two_of_one(address: str) -> None:
     async with table(address, declare()) as here:
-        one, (first, second) = await here.instance("one"), await here.trigger(*[Order("tick", order_by="a")] * 2)
+        one, (first, second) = await here.instance("one"), await here.trigger(*[Order("tick", ordering_key="a")] * 2)
         with pytest.raises(psycopg.errors.UniqueViolation):
             await claim_as_if_there_were_no_lines(one)
         assert await running(here) == []
@@ -69,5 +69,5 @@ async def test_a_release_that_does_not_know_lines_never_runs_two_of_one(address:
 async def test_runs_in_no_line_are_claimed_by_a_release_that_does_not_know_lines(address: str) -> None:
     async with table(address, declare()) as here:
         made = await here.trigger(*[Order("tick")] * 4)
-        await here.trigger(*[Order("tick", order_by="a")] * 4)
+        await here.trigger(*[Order("tick", ordering_key="a")] * 4)
         assert await claim_as_if_there_were_no_lines(await here.instance("one")) == made

@@ -16,7 +16,7 @@ from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.maintenance import pruner, rescuer
 from app.fleet.engine.maintenance import reconciler as lookout
 from app.fleet.runs import events as stream
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 from tests.support.service import service
 from tests.support.table import NAMESPACE, declare, table
 from tests.support.trial_actions import EFFECTS
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         yield own
 
@@ -39,12 +39,14 @@ SELECT id, 0, clock_timestamp() + make_interval(secs => %s), 1, 'code' FROM acti
 # -- lost notifications -----------------------------------------------------------------------------------------------
 
 
-async def test_a_run_nobody_told_of_is_found(here: Desk) -> None:
+async def test_a_run_nobody_told_of_is_found(here: LocalInstance) -> None:
     ((run_id,),) = await here.sql(INSERT, 0)
     assert (await here.ended(run_id)).state == "succeeded"
 
 
-async def test_a_run_for_later_begins_on_time_and_the_next_one_too(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_for_later_begins_on_time_and_the_next_one_too(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = [(await here.sql(INSERT, delay))[0][0] for delay in (1.0, 1.3, 1.6)]
     # One look finds the first of them. From then on there is none, and who has ended a run knows when the next is due.
     looks = here.engine.lookout.looks
@@ -57,7 +59,7 @@ async def test_a_run_for_later_begins_on_time_and_the_next_one_too(here: Desk, m
         assert run.started_at >= run.run_at
 
 
-async def looked(here: Desk, times: int) -> bool:
+async def looked(here: LocalInstance, times: int) -> bool:
     return here.engine.lookout.looks >= times
 
 
@@ -84,7 +86,7 @@ async def test_a_sweep_takes_back_all_runs_of_an_instance_that_is_gone_however_m
 
 
 async def test_a_claim_whose_answer_was_lost_is_put_back_and_made_again(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claimant = here.engine.executor.claimant
     genuine = claimant.claim
@@ -105,7 +107,7 @@ async def test_a_claim_whose_answer_was_lost_is_put_back_and_made_again(
 
 
 async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claimant = here.engine.executor.claimant
     asked: list[bool] = []
@@ -123,7 +125,7 @@ async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
 
 
 async def test_a_completion_whose_answer_was_lost_is_no_late_writer(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = here.engine.executor.ledger
     genuine = ledger._finish
@@ -147,7 +149,9 @@ async def test_a_completion_whose_answer_was_lost_is_no_late_writer(
     assert ledger.fenced["completion"] == 0
 
 
-async def test_events_whose_answer_was_lost_are_there_once(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_whose_answer_was_lost_are_there_once(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     genuine = stream.append
     lost: list[int] = []
 
@@ -168,7 +172,7 @@ async def test_events_whose_answer_was_lost_are_there_once(here: Desk, monkeypat
     assert not here.engine.executor.ledger.fenced
 
 
-async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: Desk, address: str) -> None:
+async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: LocalInstance, address: str) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     attempt = await here.attempt(run_id)
     async with desk(address, actions=("tests.support.trial_schedules",)) as other:
@@ -181,7 +185,7 @@ async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here
 
 
 async def test_a_run_that_was_taken_and_claimed_again_by_the_same_instance_has_its_former_attempt_stopped(
-    here: Desk,
+    here: LocalInstance,
 ) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     former = await here.attempt(run_id)
@@ -199,7 +203,7 @@ async def ended_fenced(attempt: Run[Any]) -> None:
     assert attempt.ending == "fenced"
 
 
-async def test_a_limit_that_is_only_in_the_table_is_learnt(here: Desk) -> None:
+async def test_a_limit_that_is_only_in_the_table_is_learnt(here: LocalInstance) -> None:
     await here.sql("UPDATE actions SET concurrency = 1 WHERE name = 'nap' RETURNING 1")
     for run_id in await here.trigger_all([Order("nap", {"seconds": 0.01})] * 5):
         await here.ended(run_id)
@@ -215,7 +219,7 @@ async def test_with_few_connections_everything_goes_on(address: str) -> None:
 # -- late writers -----------------------------------------------------------------------------------------------------
 
 
-async def test_every_write_of_an_old_token_is_refused_while_another_attempt_is_running(here: Desk) -> None:
+async def test_every_write_of_an_old_token_is_refused_while_another_attempt_is_running(here: LocalInstance) -> None:
     run_ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(4)]
     by_checkpoint, by_guard, by_commit, by_event = [await here.attempt(each) for each in run_ids]
     with here.unwatched():
@@ -235,7 +239,7 @@ async def test_every_write_of_an_old_token_is_refused_while_another_attempt_is_r
         assert await here.sql("SELECT * FROM run_events") == []
 
 
-async def within_guard(here: Desk, run: Run[Any]) -> None:
+async def within_guard(here: LocalInstance, run: Run[Any]) -> None:
     async with here.running.context.database.session() as session:
         await run.guard(session)
 
@@ -245,7 +249,9 @@ async def within_commit(run: Run[Any]) -> None:
         pass
 
 
-async def test_a_commit_waits_for_what_the_run_said_before(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_commit_waits_for_what_the_run_said_before(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await here.sql(EFFECTS)
     ledger = here.engine.executor.ledger
     genuine = ledger._append
@@ -291,7 +297,7 @@ async def test_a_run_that_is_to_be_cancelled_is_not_given_back(address: str) -> 
             await rescuer.sweep(connection, NAMESPACE)
         assert await here.sql("SELECT id, state FROM runs") == [(orphaned, "running")]
         with psycopg.connect(address) as death:
-            rescuer.TakeBack(NAMESPACE)(death, [one.identity.id])
+            rescuer.Rescue(NAMESPACE)(death, [one.identity.id])
         ended = await here.sql("SELECT id, state, error FROM finished_runs ORDER BY id")
         assert ended == [(run_id, "cancelled", "cancelled on request") for run_id in (hung, orphaned)]
 
@@ -313,7 +319,7 @@ async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(addr
         with psycopg.connect(address) as guarded, psycopg.connect(address) as death:
             guarded.execute("SELECT FROM flotilla.runs WHERE id = %s FOR KEY SHARE", [run_id])
             death.execute("UPDATE flotilla.instances SET state = 'gone'")
-            rescuer.TakeBack(NAMESPACE)(death, [one.identity.id])
+            rescuer.Rescue(NAMESPACE)(death, [one.identity.id])
             death.commit()
             assert await here.sql("SELECT state FROM runs") == [("running",)], "nobody waited for the lock"
         async with here.database.autocommit() as connection:
@@ -330,7 +336,7 @@ async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -
             one = await here.instance(f"i-{number}")
             assert [run.run_id for run in await one.claim()] == [run_id]
             with psycopg.connect(address) as death:
-                rescuer.TakeBack(NAMESPACE)(death, [one.identity.id])
+                rescuer.Rescue(NAMESPACE)(death, [one.identity.id])
         assert await here.sql("SELECT state, error FROM finished_runs") == [
             ("failed", f"{rescuer.DEATHS} instances died while they ran it, the last of them i-19")
         ]
@@ -340,7 +346,7 @@ async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -
 
 
 async def test_what_ended_long_enough_ago_is_forgotten_with_its_events_and_its_key(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruner, "BATCH", 40)
     here.engine.retention._batch = 40
@@ -358,7 +364,7 @@ async def test_what_ended_long_enough_ago_is_forgotten_with_its_events_and_its_k
     assert again != walked.id
 
 
-async def test_a_batch_that_takes_too_long_is_halved(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_that_takes_too_long_is_halved(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = """
         CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN PERFORM pg_sleep(0.02); RETURN OLD; END $$;
@@ -388,7 +394,7 @@ EXPIRE = "UPDATE finished_runs SET expires_at = now() - interval '1 h' + id * in
 
 
 async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none_behind_it(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruner, "LIMIT", 0.3)
     for run_id in await here.trigger_all([Order("noop")] * 40):
@@ -413,7 +419,7 @@ async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none
         assert here.engine.retention.skipped == 0
 
 
-async def with_many_events(here: Desk) -> int:
+async def with_many_events(here: LocalInstance) -> int:
     """Make a run that failed, and whose retention is over."""
     run = await here.run("give-up")
     await here.sql("UPDATE finished_runs SET events = 104, expires_at = now() - interval '1 h' RETURNING 1")
@@ -425,7 +431,7 @@ async def with_many_events(here: Desk) -> int:
 
 
 async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = """
         CREATE FUNCTION few() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -445,7 +451,7 @@ async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
 
 
 async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retried(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruner, "EVENTS", 10)
     run_id = await with_many_events(here)
@@ -466,7 +472,7 @@ async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retrie
     assert (await here.running.client.post(f"/runs/{run_id}/retry")).status_code == 404
     assert (await here.running.client.get(f"/runs/{run_id}/events")).status_code == 404
     # Another leader, or this one later.
-    assert await pruner.Retention(here.running.context.database, here.running.context.member).prune() == 1
+    assert await pruner.Pruner(here.running.context.database, here.running.context.member).prune() == 1
     assert await here.sql("SELECT count(*) FROM run_events") == [(0,)]
 
 
@@ -484,8 +490,8 @@ async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
         begun.append("keys")
         raise psycopg.OperationalError("the connection broke")
 
-    monkeypatch.setattr(pruner.Retention, "prune_feed", hang)
-    monkeypatch.setattr(pruner.Retention, "prune_keys", fail)
+    monkeypatch.setattr(pruner.Pruner, "prune_feed", hang)
+    monkeypatch.setattr(pruner.Pruner, "prune_keys", fail)
     async with desk(address) as own:
         await soon(lambda: own.sql("SELECT 1 WHERE %s", begun.count("keys") > 1 and "feed" in begun))
         await own.run("noop")
@@ -493,7 +499,7 @@ async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
         await soon(lambda: own.sql("SELECT 1 WHERE NOT EXISTS (SELECT FROM finished_runs)"))
 
 
-async def test_a_feed_that_nobody_reads_is_pruned(here: Desk) -> None:
+async def test_a_feed_that_nobody_reads_is_pruned(here: LocalInstance) -> None:
     await here.run("noop")
     await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
     await here.engine.retention.prune_feed()
@@ -503,19 +509,21 @@ async def test_a_feed_that_nobody_reads_is_pruned(here: Desk) -> None:
 # -- a rush of slots --------------------------------------------------------------------------------------------------
 
 
-async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_others_for_that_long(here: Desk) -> None:
-    here.engine.executor.stand_back(True)
+async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_others_for_that_long(
+    here: LocalInstance,
+) -> None:
+    here.engine.executor.pause_claiming(True)
     run_id = await here.trigger("echo")
     # It was told of the run, and has looked for others as well.
     looks = here.engine.lookout.looks
     here.engine.lookout.look_now()
     await soon(lambda: looked(here, looks + 2))
     assert (await here.look(run_id)).state == "pending"
-    here.engine.executor.stand_back(False)
+    here.engine.executor.pause_claiming(False)
     assert (await here.ended(run_id)).state == "succeeded"
 
 
-async def test_a_defect_of_ours_ends_no_service(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_defect_of_ours_ends_no_service(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, scheduler, lookout = here.engine.executor, here.engine.scheduler, here.engine.lookout
     for each, method in ((executor, "_claim"), (scheduler, "_schedule"), (lookout, "_look")):
         genuine = getattr(each, method)

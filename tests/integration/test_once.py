@@ -21,7 +21,7 @@ from app.fleet.engine.maintenance import pruner
 from app.fleet.engine.once import once as store
 from app.fleet.errors import EngineError
 from tests.support.postgres import Postgres
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 from tests.support.trial_actions import EFFECT, EFFECTS, effect
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("here")]
@@ -43,7 +43,7 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module")
-async def service(postgres: Postgres) -> AsyncIterator[Desk]:
+async def service(postgres: Postgres) -> AsyncIterator[LocalInstance]:
     """One instance for all of these; each test has a scope of its own."""
     address = postgres.new_database()
     async with desk(address, actions=("tests.support.trial_actions", __name__)) as own:
@@ -53,16 +53,16 @@ async def service(postgres: Postgres) -> AsyncIterator[Desk]:
 
 
 @pytest.fixture
-async def here(service: Desk) -> Desk:
+async def here(service: LocalInstance) -> LocalInstance:
     service.engine.enter()
     return service
 
 
-async def states(here: Desk, scope: str) -> dict[str, str]:
+async def states(here: LocalInstance, scope: str) -> dict[str, str]:
     return dict(await here.sql("SELECT key, state FROM once_keys WHERE scope = %s", scope))
 
 
-async def noted(here: Desk, note: str) -> int:
+async def feed_insert_sql(here: LocalInstance, note: str) -> int:
     ((count,),) = await here.sql("SELECT count(*) FROM effects WHERE note = %s", note)
     return int(count)
 
@@ -84,11 +84,11 @@ async def test_a_key_of_another_scope_is_another_key() -> None:
         assert second
 
 
-async def test_it_is_seen_in_the_transaction_of_its_session(here: Desk) -> None:
+async def test_it_is_seen_in_the_transaction_of_its_session(here: LocalInstance) -> None:
     async with once("together", "k") as fresh:
         await fresh.session.execute(NOTE, {"note": "together"})
-        assert (await states(here, "together"), await noted(here, "together")) == ({"k": "pending"}, 0)
-    assert (await states(here, "together"), await noted(here, "together")) == ({"k": "seen"}, 1)
+        assert (await states(here, "together"), await feed_insert_sql(here, "together")) == ({"k": "pending"}, 0)
+    assert (await states(here, "together"), await feed_insert_sql(here, "together")) == ({"k": "seen"}, 1)
     assert await here.sql(
         "SELECT e.xmin = k.xmin FROM effects AS e, once_keys AS k WHERE e.note = 'together' AND k.scope = 'together'"
     ) == [(True,)]
@@ -102,17 +102,17 @@ async def fail(scope: str, error: type[BaseException]) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
 async def test_a_body_that_fails_leaves_no_effect_and_its_key_to_be_retried(
-    here: Desk, error: type[BaseException]
+    here: LocalInstance, error: type[BaseException]
 ) -> None:
     scope = error.__name__
     with pytest.raises(error):
         await fail(scope, error)
-    assert (await states(here, scope), await noted(here, scope)) == ({"k": "free"}, 0)
+    assert (await states(here, scope), await feed_insert_sql(here, scope)) == ({"k": "free"}, 0)
     async with once(scope, "k") as again:
         assert again.state == "new"
 
 
-async def test_a_run_that_is_triggered_in_its_session_is_there_exactly_if_the_key_is_seen(here: Desk) -> None:
+async def test_a_run_that_is_triggered_in_its_session_is_there_exactly_if_the_key_is_seen(here: LocalInstance) -> None:
     async def trigger_and_fail() -> None:
         async with once("outbox", "k") as fresh:
             await trigger("echo", {"n": 1}, session=fresh.session)
@@ -127,7 +127,7 @@ async def test_a_run_that_is_triggered_in_its_session_is_there_exactly_if_the_ke
     assert (await here.ended(run_id)).result == {"n": 2}
 
 
-async def test_no_transaction_is_open_until_the_body_uses_its_session(here: Desk) -> None:
+async def test_no_transaction_is_open_until_the_body_uses_its_session(here: LocalInstance) -> None:
     busy = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE %s AND state <> 'idle' AND pid <> pg_backend_pid()"
     async with once("lazy", "k") as fresh:
         assert await here.sql(busy, "%once_keys%") == [(0,)]
@@ -135,7 +135,9 @@ async def test_no_transaction_is_open_until_the_body_uses_its_session(here: Desk
         assert await here.sql(busy, "%lazily%") == [(1,)]
 
 
-async def test_a_process_that_dies_between_the_effect_and_the_mark_leaves_one_effect_in_the_end(here: Desk) -> None:
+async def test_a_process_that_dies_between_the_effect_and_the_mark_leaves_one_effect_in_the_end(
+    here: LocalInstance,
+) -> None:
     async def process() -> None:
         async with once("dies", "k") as fresh:
             await fresh.session.execute(NOTE, {"note": "dies"})
@@ -146,17 +148,17 @@ async def test_a_process_that_dies_between_the_effect_and_the_mark_leaves_one_ef
 
     with pytest.raises((DBAPIError, psycopg.Error)):
         await process()
-    assert await noted(here, "dies") == 0
+    assert await feed_insert_sql(here, "dies") == 0
     await soon(lambda: given_back(here, "dies"))
     await process()
-    assert (await states(here, "dies"), await noted(here, "dies")) == ({"k": "seen"}, 1)
+    assert (await states(here, "dies"), await feed_insert_sql(here, "dies")) == ({"k": "seen"}, 1)
 
 
-async def given_back(here: Desk, scope: str) -> bool:
+async def given_back(here: LocalInstance, scope: str) -> bool:
     return await states(here, scope) == {"k": "free"}
 
 
-async def test_the_same_key_inside_of_itself_is_pending(here: Desk) -> None:
+async def test_the_same_key_inside_of_itself_is_pending(here: LocalInstance) -> None:
     async with once("nested", "k") as outer:
         async with once("nested", "k") as inner:
             assert inner.state == "pending"
@@ -177,7 +179,9 @@ async def test_of_many_tasks_of_one_instance_one_has_the_key() -> None:
 # -- what cannot be asked at once -------------------------------------------------------------------------------------
 
 
-async def test_a_body_that_meets_an_outage_is_told_so_and_its_key_is_given_back_when_it_is_over(here: Desk) -> None:
+async def test_a_body_that_meets_an_outage_is_told_so_and_its_key_is_given_back_when_it_is_over(
+    here: LocalInstance,
+) -> None:
     database = here.running.context.database
 
     async def meet_an_outage() -> None:
@@ -193,7 +197,7 @@ async def test_a_body_that_meets_an_outage_is_told_so_and_its_key_is_given_back_
 
 @pytest.mark.parametrize("error", [psycopg.OperationalError, asyncio.CancelledError])
 async def test_keys_that_were_taken_by_a_statement_whose_answer_was_lost_are_given_back(
-    here: Desk, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     genuine = statements.fetch
 
@@ -214,7 +218,7 @@ async def test_keys_that_were_taken_by_a_statement_whose_answer_was_lost_are_giv
 # -- many keys --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_says_of_each_key_what_it_is_in_the_order_given(here: Desk) -> None:
+async def test_a_batch_says_of_each_key_what_it_is_in_the_order_given(here: LocalInstance) -> None:
     async with once("batch", "seen-1"), once("batch", "seen-2"):
         pass
     async with once("batch", "held"), once_many("batch", ["c", "seen-2", "a", "held", "seen-1", "c", "b"]) as batch:
@@ -222,15 +226,15 @@ async def test_a_batch_says_of_each_key_what_it_is_in_the_order_given(here: Desk
     assert set((await states(here, "batch")).values()) == {"seen"}
 
 
-async def test_a_batch_and_its_effects_are_seen_together(here: Desk) -> None:
+async def test_a_batch_and_its_effects_are_seen_together(here: LocalInstance) -> None:
     async with once_many("batch-session", [f"k-{number}" for number in range(1000)]) as batch:
         for key in batch.fresh[:3]:
             await batch.session.execute(NOTE, {"note": f"batch {key}"})
     assert list((await states(here, "batch-session")).values()) == ["seen"] * 1000
-    assert await noted(here, "batch k-2") == 1
+    assert await feed_insert_sql(here, "batch k-2") == 1
 
 
-async def test_a_batch_that_fails_gives_back_its_own_keys_and_no_others(here: Desk) -> None:
+async def test_a_batch_that_fails_gives_back_its_own_keys_and_no_others(here: LocalInstance) -> None:
     async def fail_in_batch() -> None:
         async with once_many("batch-fails", ["a", "b", "held"]):
             raise ValueError
@@ -251,7 +255,9 @@ async def test_a_batch_of_nothing_asks_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("keep", "kept"), [({}, 7 * 86400.0), ({"keep": "90s"}, 90.0), ({"keep": 366 * 86400}, None)])
-async def test_it_is_remembered_for_as_long_as_keep_says(here: Desk, keep: dict[str, Any], kept: float | None) -> None:
+async def test_it_is_remembered_for_as_long_as_keep_says(
+    here: LocalInstance, keep: dict[str, Any], kept: float | None
+) -> None:
     scope = f"keep-{kept}"
     async with once(scope, "k", **keep):
         pass
@@ -259,7 +265,7 @@ async def test_it_is_remembered_for_as_long_as_keep_says(here: Desk, keep: dict[
     assert timedelta(0) <= timedelta(seconds=kept or 366 * 86400) - left < timedelta(seconds=20)
 
 
-async def test_after_that_it_is_fresh_again_whether_it_was_forgotten_or_not(here: Desk) -> None:
+async def test_after_that_it_is_fresh_again_whether_it_was_forgotten_or_not(here: LocalInstance) -> None:
     async with once("expires", "k", keep="1s"):
         pass
     await here.sql("UPDATE once_keys SET expires_at = now() WHERE scope = 'expires'")
@@ -300,7 +306,7 @@ async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPat
     ],
 )
 async def test_what_cannot_be_a_key_is_refused_and_nothing_is_taken(
-    here: Desk, block: Callable[[], AbstractAsyncContextManager[Any]], said: str
+    here: LocalInstance, block: Callable[[], AbstractAsyncContextManager[Any]], said: str
 ) -> None:
     with pytest.raises(EngineError, match=said):
         await enter(block)
@@ -336,7 +342,9 @@ async def test_who_does_not_have_the_key_has_no_session() -> None:
         outer.session  # noqa: B018 — likewise
 
 
-async def test_an_instance_that_is_not_registered_takes_nothing(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_instance_that_is_not_registered_takes_nothing(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(here.running.context.member._link, "_identity", None)
     with pytest.raises(Fenced, match="is registering again"):
         await enter(lambda: once("nobody", "k"))
@@ -345,7 +353,7 @@ async def test_an_instance_that_is_not_registered_takes_nothing(here: Desk, monk
 # -- in a route -------------------------------------------------------------------------------------------------------
 
 
-async def test_in_a_route_its_owner_is_the_instance(here: Desk) -> None:
+async def test_in_a_route_its_owner_is_the_instance(here: LocalInstance) -> None:
     answers = [(await here.running.client.post("/trial/once/k")).json() for _ in range(2)]
     assert answers == ["new", "seen"]
     identity = here.running.context.member.identity
@@ -353,7 +361,7 @@ async def test_in_a_route_its_owner_is_the_instance(here: Desk) -> None:
     assert await here.sql("SELECT instance_id, run_id FROM once_keys WHERE scope = 'route'") == [(identity.id, None)]
 
 
-async def test_in_a_route_a_key_that_cannot_be_is_the_clients_mistake(here: Desk) -> None:
+async def test_in_a_route_a_key_that_cannot_be_is_the_clients_mistake(here: LocalInstance) -> None:
     answer = await here.running.client.post(f"/trial/once/{'k' * 501}")
     assert answer.status_code == 422
     assert "a key is a text of 1 to 500 printable letters" in answer.json()["detail"]
@@ -362,7 +370,7 @@ async def test_in_a_route_a_key_that_cannot_be_is_the_clients_mistake(here: Desk
 # -- in an attempt ----------------------------------------------------------------------------------------------------
 
 
-async def test_in_an_attempt_its_owner_is_the_attempt(here: Desk, tmp_path: Path) -> None:
+async def test_in_an_attempt_its_owner_is_the_attempt(here: LocalInstance, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     run_id = await here.trigger("sift", {"key": "owned", "gate": str(gate)})
     run = await here.attempt(run_id)
@@ -372,7 +380,7 @@ async def test_in_an_attempt_its_owner_is_the_attempt(here: Desk, tmp_path: Path
     assert (await here.ended(run_id)).result == "new"
 
 
-async def test_what_fails_in_one_attempt_is_done_by_the_next(here: Desk) -> None:
+async def test_what_fails_in_one_attempt_is_done_by_the_next(here: LocalInstance) -> None:
     run = await here.run("sift", {"key": "fails", "fail": True})
     assert (run.result, run.attempt) == ("new", 2)
     assert await here.sql("SELECT attempt FROM effects WHERE run_id = %s", run.id) == [(2,)]
@@ -380,7 +388,7 @@ async def test_what_fails_in_one_attempt_is_done_by_the_next(here: Desk) -> None
 
 
 async def test_an_attempt_whose_run_was_taken_over_is_refused_and_counted_and_has_no_effect(
-    here: Desk, tmp_path: Path
+    here: LocalInstance, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     run_id = await here.trigger("sift", {"key": "late", "gate": str(gate)})
@@ -396,7 +404,7 @@ async def test_an_attempt_whose_run_was_taken_over_is_refused_and_counted_and_ha
     assert await here.sql("SELECT 1 FROM effects WHERE run_id = %s", run_id) == []
 
 
-async def test_a_key_whose_block_ended_its_own_run_is_seen(here: Desk) -> None:
+async def test_a_key_whose_block_ended_its_own_run_is_seen(here: LocalInstance) -> None:
     run = await here.run("end-inside")
     assert run.state == "succeeded"
     await soon(lambda: here.sql("SELECT 1 FROM once_keys WHERE scope = 'end-inside' AND state = 'seen'"))

@@ -20,12 +20,12 @@ from app.fleet.db.pool import Connection
 from app.fleet.db.statements import fetch
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.maintenance.pruner import LONG_AGO
-from app.fleet.engine.maintenance.rescuer import TakeBack
+from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.engine.once import once
 from app.fleet.engine.once.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
 from tests.support.postgres import Postgres
 from tests.support.runs import soon
-from tests.support.table import NAMESPACE, Table, declare, table
+from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -37,7 +37,7 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module")
-async def prepared(postgres: Postgres) -> AsyncIterator[Table]:
+async def prepared(postgres: Postgres) -> AsyncIterator[EngineHarness]:
     """One database for all of these."""
     address = postgres.new_database()
     async with table(address, declare()) as own:
@@ -46,7 +46,7 @@ async def prepared(postgres: Postgres) -> AsyncIterator[Table]:
 
 
 @pytest.fixture
-async def here(prepared: Table) -> Table:
+async def here(prepared: EngineHarness) -> EngineHarness:
     await prepared.sql("TRUNCATE once_keys, runs, instances")
     return prepared
 
@@ -76,16 +76,16 @@ class Asker:
 
 
 @asynccontextmanager
-async def asker(here: Table, owner: Owner) -> AsyncIterator[Asker]:
+async def asker(here: EngineHarness, owner: Owner) -> AsyncIterator[Asker]:
     async with await psycopg.AsyncConnection.connect(here.address, autocommit=True) as session:
         yield Asker(owner, session)
 
 
-async def instance(here: Table, name: str) -> Owner:
+async def instance(here: EngineHarness, name: str) -> Owner:
     return Owner((await here.instance(name)).identity.id, None)
 
 
-async def attempt(here: Table, name: str = "runs") -> Owner:
+async def attempt(here: EngineHarness, name: str = "runs") -> Owner:
     """An attempt that is under way, on an instance of its own."""
     await here.trigger(Order("tick"))
     one = await here.instance(name)
@@ -94,15 +94,15 @@ async def attempt(here: Table, name: str = "runs") -> Owner:
     return Owner(one.identity.id, cast("Run[Any]", run))
 
 
-async def waits(here: Table, session: Connection) -> None:
+async def waits(here: EngineHarness, session: Connection) -> None:
     """Until that session waits for a lock."""
     blocked = "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
     await soon(lambda: here.sql(blocked, session.info.backend_pid))
 
 
-async def kill(here: Table, owner: Owner) -> None:
+async def kill(here: EngineHarness, owner: Owner) -> None:
     """Declare its instance gone, as the leader does."""
-    register = Register(NAMESPACE, [TakeBack(NAMESPACE)])
+    register = Register(NAMESPACE, [Rescue(NAMESPACE)])
     with psycopg.connect(here.address, autocommit=True) as leader:
         assert register.declare_gone(leader, owner.instance, "it looks dead") is not None
 
@@ -111,7 +111,7 @@ async def kill(here: Table, owner: Owner) -> None:
 
 
 @pytest.mark.parametrize("before", ["new", "free", "expired", "dead"])
-async def test_of_two_who_ask_in_the_same_moment_one_has_the_key(here: Table, before: str) -> None:
+async def test_of_two_who_ask_in_the_same_moment_one_has_the_key(here: EngineHarness, before: str) -> None:
     async with asker(here, await instance(here, "one")) as one, asker(here, await attempt(here)) as two:
         await prepare(here, before)
         async with one.session.transaction():
@@ -122,7 +122,7 @@ async def test_of_two_who_ask_in_the_same_moment_one_has_the_key(here: Table, be
     assert (first.states, second.states) == ({"k": "new"}, {"k": "pending"})
 
 
-async def prepare(here: Table, state: str) -> None:
+async def prepare(here: EngineHarness, state: str) -> None:
     """A key that was there before, and is nobody's."""
     if state == "new":
         return
@@ -137,7 +137,7 @@ async def prepare(here: Table, state: str) -> None:
             await kill(here, former.owner)
 
 
-async def test_if_the_first_of_them_does_not_commit_the_second_has_it(here: Table) -> None:
+async def test_if_the_first_of_them_does_not_commit_the_second_has_it(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "one")) as one, asker(here, await instance(here, "two")) as two:
         async with one.session.transaction(force_rollback=True):
             await one.ask("k")
@@ -146,7 +146,7 @@ async def test_if_the_first_of_them_does_not_commit_the_second_has_it(here: Tabl
         assert (await asking).states == {"k": "new"}
 
 
-async def test_of_ten_who_ask_for_the_same_hundred_keys_each_key_has_one(here: Table) -> None:
+async def test_of_ten_who_ask_for_the_same_hundred_keys_each_key_has_one(here: EngineHarness) -> None:
     keys = [f"k-{number}" for number in range(100)]
     async with asker(here, await instance(here, "one")) as one:
         sessions = [await psycopg.AsyncConnection.connect(here.address, autocommit=True) for _ in range(10)]
@@ -159,7 +159,7 @@ async def test_of_ten_who_ask_for_the_same_hundred_keys_each_key_has_one(here: T
 @pytest.mark.parametrize("before", ["new", "free"])
 @pytest.mark.parametrize("kind", [attempt, instance])
 async def test_an_owner_who_is_younger_than_the_question_is_not_taken_for_dead(
-    here: Table, kind: Any, before: str
+    here: EngineHarness, kind: Any, before: str
 ) -> None:
     """The question has begun, and waits at another key, while its answer about this one becomes out of date."""
     await prepare(here, before)
@@ -177,7 +177,9 @@ async def test_an_owner_who_is_younger_than_the_question_is_not_taken_for_dead(
         assert (await asking).states == {"a": "new", "k": "pending"}
 
 
-async def test_a_key_that_becomes_seen_in_that_moment_is_not_taken_from_an_owner_who_is_gone(here: Table) -> None:
+async def test_a_key_that_becomes_seen_in_that_moment_is_not_taken_from_an_owner_who_is_gone(
+    here: EngineHarness,
+) -> None:
     """It was gone when the question began, but its transaction was not over yet."""
     async with asker(here, await instance(here, "late")) as late, asker(here, await instance(here, "asks")) as asks:
         block = await late.ask("k")
@@ -190,7 +192,7 @@ async def test_a_key_that_becomes_seen_in_that_moment_is_not_taken_from_an_owner
         assert (await asks.ask("k")).states == {"k": "seen"}
 
 
-async def test_batches_in_opposite_orders_wait_for_each_other_but_never_both_ways(here: Table) -> None:
+async def test_batches_in_opposite_orders_wait_for_each_other_but_never_both_ways(here: EngineHarness) -> None:
     keys = [f"k-{number}" for number in range(300)]
 
     async def take_and_end(one: Asker, mine: list[str]) -> None:
@@ -211,7 +213,7 @@ async def test_batches_in_opposite_orders_wait_for_each_other_but_never_both_way
 
 
 @pytest.mark.parametrize("kind", [attempt, instance])
-async def test_a_living_owner_keeps_its_key_and_a_dead_ones_is_free_at_once(here: Table, kind: Any) -> None:
+async def test_a_living_owner_keeps_its_key_and_a_dead_ones_is_free_at_once(here: EngineHarness, kind: Any) -> None:
     async with asker(here, await kind(here, "owner")) as owner, asker(here, await instance(here, "asks")) as asks:
         await owner.ask("k")
         assert (await asks.ask("k")).states == {"k": "pending"}
@@ -222,14 +224,14 @@ async def test_a_living_owner_keeps_its_key_and_a_dead_ones_is_free_at_once(here
 @pytest.mark.parametrize(
     "what", ["UPDATE runs SET state = 'pending'", "UPDATE runs SET token = token + 1", "DELETE FROM runs"]
 )
-async def test_an_attempt_that_is_over_frees_its_key_whatever_comes_after_it(here: Table, what: str) -> None:
+async def test_an_attempt_that_is_over_frees_its_key_whatever_comes_after_it(here: EngineHarness, what: str) -> None:
     async with asker(here, await attempt(here)) as owner, asker(here, await instance(here, "asks")) as asks:
         await owner.ask("k")
         await here.sql(what)
         assert (await asks.ask("k")).states == {"k": "new"}
 
 
-async def test_whoever_was_declared_gone_takes_nothing(here: Table) -> None:
+async def test_whoever_was_declared_gone_takes_nothing(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "gone")) as gone:
         await kill(here, gone.owner)
         with pytest.raises(PermissionError):
@@ -237,7 +239,7 @@ async def test_whoever_was_declared_gone_takes_nothing(here: Table) -> None:
     assert await here.sql("SELECT 1 FROM once_keys") == []
 
 
-async def test_an_attempt_whose_run_was_taken_over_takes_nothing(here: Table) -> None:
+async def test_an_attempt_whose_run_was_taken_over_takes_nothing(here: EngineHarness) -> None:
     async with asker(here, await attempt(here)) as late:
         await here.sql("UPDATE runs SET token = token + 1")
         with pytest.raises(PermissionError):
@@ -245,8 +247,8 @@ async def test_an_attempt_whose_run_was_taken_over_takes_nothing(here: Table) ->
     assert await here.sql("SELECT 1 FROM once_keys") == []
 
 
-async def test_while_a_key_is_being_taken_its_owner_is_not_declared_gone(here: Table) -> None:
-    register = Register(NAMESPACE, [TakeBack(NAMESPACE)])
+async def test_while_a_key_is_being_taken_its_owner_is_not_declared_gone(here: EngineHarness) -> None:
+    register = Register(NAMESPACE, [Rescue(NAMESPACE)])
     async with asker(here, await instance(here, "one")) as one:
         async with one.session.transaction():
             await one.ask("k")
@@ -259,7 +261,7 @@ async def test_while_a_key_is_being_taken_its_owner_is_not_declared_gone(here: T
 
 
 @pytest.mark.parametrize("kind", [attempt, instance])
-async def test_an_owner_who_was_overtaken_marks_nothing(here: Table, kind: Any) -> None:
+async def test_an_owner_who_was_overtaken_marks_nothing(here: EngineHarness, kind: Any) -> None:
     async with asker(here, await kind(here, "late")) as late, asker(here, await instance(here, "next")) as following:
         block = await late.ask("k")
         await kill(here, late.owner)
@@ -269,7 +271,7 @@ async def test_an_owner_who_was_overtaken_marks_nothing(here: Table, kind: Any) 
         assert await here.sql("SELECT state, instance_id FROM once_keys") == [("pending", following.owner.instance)]
 
 
-async def test_a_key_with_another_token_is_not_marked_by_a_living_owner_either(here: Table) -> None:
+async def test_a_key_with_another_token_is_not_marked_by_a_living_owner_either(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "one")) as one:
         block = await one.ask("k")
         await here.sql("UPDATE once_keys SET token = token + 1")
@@ -280,7 +282,7 @@ async def test_a_key_with_another_token_is_not_marked_by_a_living_owner_either(h
 
 @pytest.mark.parametrize("kind", [attempt, instance])
 async def test_an_owner_who_has_ended_marks_nothing_even_if_nobody_has_asked_for_its_key(
-    here: Table, kind: Any
+    here: EngineHarness, kind: Any
 ) -> None:
     async with asker(here, await kind(here, "late")) as late:
         block = await late.ask("k")
@@ -288,7 +290,7 @@ async def test_an_owner_who_has_ended_marks_nothing_even_if_nobody_has_asked_for
         assert not await late.mark(block)
 
 
-async def test_a_batch_is_marked_as_a_whole_or_not_at_all(here: Table) -> None:
+async def test_a_batch_is_marked_as_a_whole_or_not_at_all(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "one")) as one:
         block = await one.ask("a", "b", "c")
         await here.sql("UPDATE once_keys SET token = token + 1 WHERE key = 'b'")
@@ -296,17 +298,17 @@ async def test_a_batch_is_marked_as_a_whole_or_not_at_all(here: Table) -> None:
     assert await here.sql("SELECT DISTINCT state FROM once_keys") == [("pending",)]
 
 
-async def test_an_attempt_that_marks_is_not_taken_over_before_its_transaction_ends(here: Table) -> None:
+async def test_an_attempt_that_marks_is_not_taken_over_before_its_transaction_ends(here: EngineHarness) -> None:
     async with asker(here, await attempt(here)) as one:
         block = await one.ask("k")
         async with one.session.transaction():
             assert await one.mark(block)
             with psycopg.connect(here.address, autocommit=True) as death:
-                TakeBack(NAMESPACE)(death, [one.owner.instance])
+                Rescue(NAMESPACE)(death, [one.owner.instance])
             assert await here.sql("SELECT state FROM runs") == [("running",)]
 
 
-async def test_who_drew_its_token_before_another_does_not_take_the_key_after_it(here: Table) -> None:
+async def test_who_drew_its_token_before_another_does_not_take_the_key_after_it(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "one")) as one:
         early = Block(one.owner, "s", ["k"], 3600.0)
         ((early.token,),) = await fetch(one.session, NAMESPACE.sql(DRAW))
@@ -316,7 +318,7 @@ async def test_who_drew_its_token_before_another_does_not_take_the_key_after_it(
 
 
 @pytest.mark.parametrize("statement", [TAKE, MARK, RELEASE])
-async def test_keys_are_found_by_the_primary_key_alone(here: Table, statement: Statement) -> None:
+async def test_keys_are_found_by_the_primary_key_alone(here: EngineHarness, statement: Statement) -> None:
     """Among rows of which few are pending, and with a batch that makes reading all of them look cheap."""
     owner = await instance(here, "one")
     await here.sql(
@@ -346,12 +348,12 @@ def ways(node: dict[str, Any]) -> Iterator[str]:
 # -- forgetting -------------------------------------------------------------------------------------------------------
 
 
-async def forget(here: Table, batch: int = 100) -> int:
+async def forget(here: EngineHarness, batch: int = 100) -> int:
     async with here.database.autocommit() as connection:
         return (await once.forget(connection, NAMESPACE, LONG_AGO, batch))[0]
 
 
-async def test_what_is_over_is_forgotten_in_batches_and_nothing_else(here: Table) -> None:
+async def test_what_is_over_is_forgotten_in_batches_and_nothing_else(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "one")) as one:
         await one.mark(await one.ask("kept"))
         await one.mark(await one.ask("old-1", "old-2"))
@@ -362,7 +364,7 @@ async def test_what_is_over_is_forgotten_in_batches_and_nothing_else(here: Table
     assert await here.sql("SELECT key FROM once_keys ORDER BY key") == [("kept",), ("pending",)]
 
 
-async def test_a_key_that_a_dead_owner_left_behind_is_forgotten_after_a_day(here: Table) -> None:
+async def test_a_key_that_a_dead_owner_left_behind_is_forgotten_after_a_day(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "dead")) as dead, asker(here, await instance(here, "one")) as one:
         await dead.ask("left")
         await one.ask("held")
@@ -373,7 +375,7 @@ async def test_a_key_that_a_dead_owner_left_behind_is_forgotten_after_a_day(here
     assert await here.sql("SELECT key FROM once_keys") == [("held",)]
 
 
-async def test_a_token_is_higher_than_those_before_it_also_when_the_key_was_forgotten(here: Table) -> None:
+async def test_a_token_is_higher_than_those_before_it_also_when_the_key_was_forgotten(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "one")) as one:
         tokens = []
         for _ in range(3):
@@ -384,7 +386,7 @@ async def test_a_token_is_higher_than_those_before_it_also_when_the_key_was_forg
     assert tokens == sorted(set(tokens))
 
 
-async def test_what_a_living_owner_has_had_for_more_than_an_hour_is_a_figure(here: Table) -> None:
+async def test_what_a_living_owner_has_had_for_more_than_an_hour_is_a_figure(here: EngineHarness) -> None:
     async with asker(here, await attempt(here)) as one, asker(here, await instance(here, "dead")) as dead:
         await one.ask("a", "b", "young")
         await one.mark(await one.ask("seen"))

@@ -22,7 +22,7 @@ from app.fleet.db.statements import fetch
 from app.fleet.engine.maintenance.pruner import LONG_AGO
 from app.fleet.engine.once import once
 from app.fleet.engine.once.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
-from tests.support.table import NAMESPACE, Table, table
+from tests.support.table import NAMESPACE, EngineHarness, table
 
 KEYS = ("a", "b", "c")
 SOME_KEYS = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
@@ -37,7 +37,7 @@ class Key:
     owner: int = 0
 
 
-def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any]) -> type[RuleBasedStateMachine]:
+def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) -> type[RuleBasedStateMachine]:
     names = count()
 
     class Protocol(RuleBasedStateMachine):

@@ -17,7 +17,7 @@ from app.fleet.runs import overlap, records
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay
 from tests.support.postgres import BOUND
-from tests.support.table import NAMESPACE, Table, declare, table
+from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -32,39 +32,39 @@ RETURNING id
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Table]:
+async def here(address: str) -> AsyncIterator[EngineHarness]:
     async with table(address, declare("alone", every="1h", overlap="skip"), declare("other", every="1h")) as own:
         yield own
 
 
-async def failed(here: Table, many: int) -> list[int]:
+async def failed(here: EngineHarness, many: int) -> list[int]:
     return [row[0] for row in await here.sql(FINISHED, many)]
 
 
-async def active(here: Table) -> list[int]:
+async def active(here: EngineHarness) -> list[int]:
     """Return the runs of the action that wait or run."""
     statement = "SELECT r.id FROM runs AS r JOIN actions AS a ON a.id = r.action_id WHERE a.name = 'alone' ORDER BY 1"
     return [row[0] for row in await here.sql(statement)]
 
 
-async def trigger(here: Table, session: AsyncSession) -> int:
+async def trigger(here: EngineHarness, session: AsyncSession) -> int:
     triggers = Triggers(here.database, here.catalogue, Hub(here.database, Relay(here.database)))
     (done,) = await triggers.trigger([Order("alone")], session)
     return done.id
 
 
 @asynccontextmanager
-async def autocommit(here: Table) -> AsyncIterator[Connection]:
+async def autocommit(here: EngineHarness) -> AsyncIterator[Connection]:
     async with here.database.autocommit() as connection:
         yield connection
 
 
-async def retry(here: Table, run_id: int) -> None:
+async def retry(here: EngineHarness, run_id: int) -> None:
     async with autocommit(here) as connection:
         await records.retry(connection, NAMESPACE, run_id)
 
 
-async def retry_all(here: Table, **options: Any) -> records.Retried:
+async def retry_all(here: EngineHarness, **options: Any) -> records.Retried:
     async with autocommit(here) as connection:
         return await records.retry_many(connection, NAMESPACE, here.catalogue.id_of("alone"), **options)
 
@@ -72,7 +72,7 @@ async def retry_all(here: Table, **options: Any) -> records.Retried:
 # -- a caller's transaction -------------------------------------------------------------------------------------------
 
 
-async def test_a_slot_makes_no_run_beside_one_that_an_open_transaction_has_triggered(here: Table) -> None:
+async def test_a_slot_makes_no_run_beside_one_that_an_open_transaction_has_triggered(here: EngineHarness) -> None:
     scheduler = await here.scheduler()
     slot = await here.due(name="alone")
     async with here.database.session() as session:
@@ -83,7 +83,7 @@ async def test_a_slot_makes_no_run_beside_one_that_an_open_transaction_has_trigg
     assert await here.sql("SELECT next_run_at FROM actions WHERE name = 'alone'") == [(slot + timedelta(hours=1),)]
 
 
-async def test_a_slot_makes_its_run_when_the_open_transaction_is_rolled_back(here: Table) -> None:
+async def test_a_slot_makes_its_run_when_the_open_transaction_is_rolled_back(here: EngineHarness) -> None:
     scheduler = await here.scheduler()
     slot = await here.due(name="alone")
     async with here.database.session() as session:
@@ -94,7 +94,7 @@ async def test_a_slot_makes_its_run_when_the_open_transaction_is_rolled_back(her
     assert await here.slots() == [slot]
 
 
-async def test_an_open_transaction_delays_no_other_action(here: Table) -> None:
+async def test_an_open_transaction_delays_no_other_action(here: EngineHarness) -> None:
     scheduler = await here.scheduler()
     await here.due(name="alone")
     slot = await here.due(name="other")
@@ -107,7 +107,7 @@ async def test_an_open_transaction_delays_no_other_action(here: Table) -> None:
         assert scheduler._due - asyncio.get_running_loop().time() < 1
 
 
-async def test_a_row_that_is_locked_delays_no_other_action(here: Table) -> None:
+async def test_a_row_that_is_locked_delays_no_other_action(here: EngineHarness) -> None:
     """As the start of an instance locks it, and as a claim of a limited action does."""
     scheduler = await here.scheduler()
     late = await here.due(name="alone")
@@ -120,7 +120,7 @@ async def test_a_row_that_is_locked_delays_no_other_action(here: Table) -> None:
     assert await here.slots() == [late, slot]
 
 
-async def test_an_open_transaction_stops_no_pause_and_no_claim(here: Table) -> None:
+async def test_an_open_transaction_stops_no_pause_and_no_claim(here: EngineHarness) -> None:
     one = await here.instance("one")
     async with here.database.session() as session:
         await trigger(here, session)
@@ -133,7 +133,7 @@ async def test_an_open_transaction_stops_no_pause_and_no_claim(here: Table) -> N
 
 
 async def test_a_trigger_beside_an_open_one_is_refused_soon_and_keeps_no_connection(
-    here: Table, monkeypatch: pytest.MonkeyPatch
+    here: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overlap, "BOUND", overlap.BOUND.replace("1000", "50"))
     async with here.database.session() as session:
@@ -149,7 +149,7 @@ async def test_a_trigger_beside_an_open_one_is_refused_soon_and_keeps_no_connect
 # -- an operator ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_retry_is_refused_while_another_run_is_active(here: Table) -> None:
+async def test_a_retry_is_refused_while_another_run_is_active(here: EngineHarness) -> None:
     (old,) = await failed(here, 1)
     (made,) = await here.trigger(Order("alone"))
     with pytest.raises(AlreadyActive) as refused:
@@ -163,7 +163,7 @@ async def test_a_retry_is_refused_while_another_run_is_active(here: Table) -> No
     assert await active(here) == [old], "a run that waits already is no other run"
 
 
-async def test_a_retry_of_many_retries_one_and_says_how_many_it_left_out(here: Table) -> None:
+async def test_a_retry_of_many_retries_one_and_says_how_many_it_left_out(here: EngineHarness) -> None:
     old = await failed(here, 5)
     assert await retry_all(here) == (1, 4)
     assert await active(here) == old[:1]
@@ -172,7 +172,7 @@ async def test_a_retry_of_many_retries_one_and_says_how_many_it_left_out(here: T
     assert await active(here) == old[:1]
 
 
-async def test_a_retry_of_many_runs_of_another_action_retries_them_all(here: Table) -> None:
+async def test_a_retry_of_many_runs_of_another_action_retries_them_all(here: EngineHarness) -> None:
     await failed(here, 3)
     await here.sql("UPDATE actions SET overlap = 'allow' RETURNING 1")
     assert await retry_all(here) == (3, 0)
@@ -181,7 +181,7 @@ async def test_a_retry_of_many_runs_of_another_action_retries_them_all(here: Tab
 # -- all of them at once ----------------------------------------------------------------------------------------------
 
 
-async def test_of_all_who_make_a_run_active_at_once_one_does(here: Table) -> None:
+async def test_of_all_who_make_a_run_active_at_once_one_does(here: EngineHarness) -> None:
     schedulers = [await here.scheduler() for _ in range(2)]
 
     async def in_a_session() -> None:
@@ -211,7 +211,7 @@ async def test_of_all_who_make_a_run_active_at_once_one_does(here: Table) -> Non
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_look_for_an_active_run_reads_no_backlog(here: Table) -> None:
+async def test_the_look_for_an_active_run_reads_no_backlog(here: EngineHarness) -> None:
     """Neither that of another action, nor the action's own."""
     other = here.catalogue.id_of("other")
     await here.sql(
@@ -230,7 +230,7 @@ async def test_the_look_for_an_active_run_reads_no_backlog(here: Table) -> None:
         assert top["Shared Hit Blocks"] + top["Shared Read Blocks"] < 50, plan
 
 
-async def test_a_run_that_waits_for_its_time_is_active(here: Table) -> None:
+async def test_a_run_that_waits_for_its_time_is_active(here: EngineHarness) -> None:
     await here.trigger(Order("alone", run_at=datetime.now(UTC) + timedelta(days=1)))
     with pytest.raises(AlreadyActive):
         await here.trigger(Order("alone"))

@@ -13,13 +13,13 @@ from app.fleet.http.runs import PAGE_MOST
 from app.fleet.runs.pages import EXTRACT, NEWEST, WHOLE_MOST, page_sql
 from app.fleet.runs.records import ENDED, State
 from tests.integration.test_actions_http import RUN, get, post
-from tests.support.runs import Desk, desk
+from tests.support.runs import LocalInstance, desk
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address, max_body=4_000_000) as own:
         await post(own, "/actions/echo/pause", status=200)
         yield own
@@ -28,7 +28,7 @@ async def here(address: str) -> AsyncIterator[Desk]:
 # -- extracts ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_list_has_what_is_short_whole_and_the_beginning_of_what_is_long(here: Desk) -> None:
+async def test_a_list_has_what_is_short_whole_and_the_beginning_of_what_is_long(here: LocalInstance) -> None:
     text = '{"text":"%s"}'
     longest = "x" * (WHOLE_MOST - len(text % ""))
     short = (await post(here, "/actions/echo/runs", {"payload": {"text": longest}}, 202)).json()
@@ -41,7 +41,7 @@ async def test_a_list_has_what_is_short_whole_and_the_beginning_of_what_is_long(
     assert newest in [each["last_run"] for each in (await get(here, "/actions"))["items"]]
 
 
-async def test_each_field_that_may_be_long_has_an_extract_whatever_the_run_is(here: Desk) -> None:
+async def test_each_field_that_may_be_long_has_an_extract_whatever_the_run_is(here: LocalInstance) -> None:
     values = {"result": json.dumps("ü" * 3000), "error": "e" * 5000, "progress": json.dumps({"text": "p" * 5000})}
     waiting = await here.trigger("echo", {"text": "y" * 5000})
     await here.sql(
@@ -65,13 +65,13 @@ async def test_each_field_that_may_be_long_has_an_extract_whatever_the_run_is(he
             assert field == "payload" or extract == values[field][:EXTRACT]
 
 
-async def test_a_value_that_is_null_is_not_long(here: Desk) -> None:
+async def test_a_value_that_is_null_is_not_long(here: LocalInstance) -> None:
     (run,) = [(await here.run("noop")).id]
     (listed,) = (await get(here, "/runs"))["items"]
     assert listed == await get(here, f"/runs/{run}") | {"truncated": {}}
 
 
-async def test_runs_of_a_megabyte_each_make_a_small_page(here: Desk) -> None:
+async def test_runs_of_a_megabyte_each_make_a_small_page(here: LocalInstance) -> None:
     body = {"runs": [{"action": "echo", "payload": {"text": "z" * 100_000}}] * 30}
     await post(here, "/runs:batch", body, 202)
     page = await here.running.client.get("/runs?limit=500")
@@ -79,7 +79,7 @@ async def test_runs_of_a_megabyte_each_make_a_small_page(here: Desk) -> None:
     assert len(page.content) < 30_000
 
 
-async def test_a_page_ends_before_it_is_too_large_and_the_next_one_goes_on(here: Desk) -> None:
+async def test_a_page_ends_before_it_is_too_large_and_the_next_one_goes_on(here: LocalInstance) -> None:
     # In the answer each of these characters takes six bytes, in the table one.
     body = {"runs": [{"action": "echo", "payload": {"text": "a" * 900}}] * 500}
     made = [run["id"] for run in (await post(here, "/runs:batch", body, 202)).json()["runs"]]

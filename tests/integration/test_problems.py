@@ -11,7 +11,7 @@ from app.fleet.errors import PayloadInvalid
 from app.fleet.http.problems import ERRORS_MOST, FIELD_MOST, ProblemDetails
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are, send
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk
+from tests.support.runs import LocalInstance, desk
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ async def texts(_: Run[list[str]]) -> None: ...
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         yield own
 
@@ -33,7 +33,9 @@ def fields(problem: dict[str, Any]) -> list[str]:
 # -- bounded ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_thousand_wrong_fields_are_answered_with_the_first_of_them_and_their_number(here: Desk) -> None:
+async def test_a_thousand_wrong_fields_are_answered_with_the_first_of_them_and_their_number(
+    here: LocalInstance,
+) -> None:
     wrong = {f"field-{number}": 1 for number in range(1000)}
     for path, body in (
         ("/actions/noop/runs", wrong),
@@ -50,7 +52,7 @@ async def test_a_thousand_wrong_fields_are_answered_with_the_first_of_them_and_t
     assert await runs_there_are(here) == 0
 
 
-async def test_of_more_wrong_values_than_anyone_reads_only_the_number_is_said(here: Desk) -> None:
+async def test_of_more_wrong_values_than_anyone_reads_only_the_number_is_said(here: LocalInstance) -> None:
     """Written out one by one, they would take hundreds of megabytes."""
     many = {"runs": [{"action": "noop", **{f"field-{number}": 1 for number in range(10)}}] * 500}
     problem: dict[str, Any] = is_problem(await post(here, "/runs:batch", many), "invalid")
@@ -61,7 +63,7 @@ async def test_of_more_wrong_values_than_anyone_reads_only_the_number_is_said(he
     assert "300000 values" in str(refused.value)
 
 
-async def test_the_name_of_an_unknown_field_is_cut(here: Desk) -> None:
+async def test_the_name_of_an_unknown_field_is_cut(here: LocalInstance) -> None:
     for path in ("/actions/noop/runs", "/runs:retry"):
         answer = await post(here, path, {"action": "noop", "a" * 900_000: 1})
         problem: dict[str, Any] = is_problem(answer, "invalid")
@@ -69,7 +71,7 @@ async def test_the_name_of_an_unknown_field_is_cut(here: Desk) -> None:
         assert len(answer.content) < 5_000
 
 
-async def test_the_path_is_repeated_only_in_part(here: Desk) -> None:
+async def test_the_path_is_repeated_only_in_part(here: LocalInstance) -> None:
     answer = await here.running.client.get("/nowhere/" + "x" * 20_000)
     is_problem(answer, "not-found")
     assert len(answer.content) < 2_000
@@ -90,11 +92,11 @@ async def test_the_path_is_repeated_only_in_part(here: Desk) -> None:
         ("/mailings", {"subject": "x", "recipients": [1]}, "recipients.0"),
     ],
 )
-async def test_a_field_of_the_body_has_its_own_name(here: Desk, path: str, body: Any, field: str) -> None:
+async def test_a_field_of_the_body_has_its_own_name(here: LocalInstance, path: str, body: Any, field: str) -> None:
     assert field in fields(is_problem(await post(here, path, body), "invalid"))
 
 
-async def test_a_field_elsewhere_is_named_after_its_place(here: Desk) -> None:
+async def test_a_field_elsewhere_is_named_after_its_place(here: LocalInstance) -> None:
     client = here.running.client
     assert fields(is_problem(await client.get("/runs?limit=0"), "invalid")) == ["query.limit"]
     assert fields(is_problem(await client.get("/mailings/x"), "invalid")) == ["path.mailing_id"]
@@ -103,7 +105,7 @@ async def test_a_field_elsewhere_is_named_after_its_place(here: Desk) -> None:
     assert fields(is_problem(sent, "invalid")) == ["header.Idempotency-Key"]
 
 
-async def test_a_body_that_is_no_json_is_named_as_a_whole_and_where_it_breaks(here: Desk) -> None:
+async def test_a_body_that_is_no_json_is_named_as_a_whole_and_where_it_breaks(here: LocalInstance) -> None:
     sent = {"content-type": "application/json"}
     for path in ("/actions/noop/runs", "/runs:batch", "/runs:retry", "/trial/parcels"):
         answer = await here.running.client.post(path, content=b'{"weight": }', headers=sent)
@@ -115,7 +117,7 @@ async def test_a_body_that_is_no_json_is_named_as_a_whole_and_where_it_breaks(he
 # -- values that cannot be --------------------------------------------------------------------------------------------
 
 
-async def test_an_instant_is_taken_with_any_offset_that_the_standard_has(here: Desk) -> None:
+async def test_an_instant_is_taken_with_any_offset_that_the_standard_has(here: LocalInstance) -> None:
     for offset, expected in (("+23:59", "2029-12-31T00:01:00Z"), ("-23:59", "2030-01-01T23:59:00Z")):
         order = {"run_at": f"2030-01-01T00:00:00{offset}"}
         run = (await post(here, "/actions/noop/runs", order, 202)).json()
@@ -133,7 +135,7 @@ DIGITS = "9" * 4000
     "value", [f'"{DIGITS}s"', f'"{DIGITS}"', DIGITS, f"{DIGITS}.5", "NaN", "1e400", '"1h\\u0000"', "[]"]
 )
 @pytest.mark.parametrize("field", ["since", "until"])
-async def test_a_duration_that_is_none_is_refused_with_its_field(here: Desk, field: str, value: str) -> None:
+async def test_a_duration_that_is_none_is_refused_with_its_field(here: LocalInstance, field: str, value: str) -> None:
     content = f'{{"action": "noop", "{field}": {value}}}'.encode()
     answer = await here.running.client.post(
         "/runs:retry", content=content, headers={"content-type": "application/json"}
@@ -147,7 +149,7 @@ async def test_a_duration_that_is_none_is_refused_with_its_field(here: Desk, fie
     ("order", "field"),
     [
         ({"key": "a\x00b"}, "key"),
-        ({"order_by": "a\x00b"}, "order_by"),
+        ({"ordering_key": "a\x00b"}, "ordering_key"),
         ({"key": "a\u2028b"}, "key"),
         ({"run_at": "10000-01-01T00:00:00Z"}, "run_at"),
         ({"run_at": "2030-01-01T00:00:00+24:00"}, "run_at"),
@@ -155,7 +157,7 @@ async def test_a_duration_that_is_none_is_refused_with_its_field(here: Desk, fie
     ],
 )
 async def test_a_value_that_postgresql_cannot_keep_is_refused_with_its_field(
-    here: Desk, order: dict[str, Any], field: str
+    here: LocalInstance, order: dict[str, Any], field: str
 ) -> None:
     assert fields(is_problem(await post(here, "/actions/noop/runs", order), "invalid")) == [field]
     batch = {"runs": [{"action": "noop", **order}]}
@@ -163,7 +165,7 @@ async def test_a_value_that_postgresql_cannot_keep_is_refused_with_its_field(
     assert await runs_there_are(here) == 0
 
 
-async def test_nul_is_refused_in_the_name_of_a_lock_and_in_the_reason_of_a_release(here: Desk) -> None:
+async def test_nul_is_refused_in_the_name_of_a_lock_and_in_the_reason_of_a_release(here: LocalInstance) -> None:
     delete = here.running.client.delete
     assert fields(is_problem(await delete("/locks/a%00b?reason=why"), "invalid")) == ["path.name"]
     assert fields(is_problem(await delete("/locks/a?reason=why%00"), "invalid")) == ["query.reason"]
@@ -174,14 +176,14 @@ async def test_nul_is_refused_in_the_name_of_a_lock_and_in_the_reason_of_a_relea
     "payload",
     ["1" * 4301, "-" + "1" * 5000, "[" * 250 + "]" * 250, '"\\ud800"', '{"\\udfff": 1}', "NaN", "1e999", "-Infinity"],
 )
-async def test_a_payload_that_json_or_python_cannot_write_again_is_refused(here: Desk, payload: str) -> None:
+async def test_a_payload_that_json_or_python_cannot_write_again_is_refused(here: LocalInstance, payload: str) -> None:
     problem: dict[str, Any] = is_problem(await send(here, f'{{"payload": {{"x": {payload}}}}}'.encode()), "invalid")
     assert fields(problem) in (["body"], ["payload"])
     assert await runs_there_are(here) == 0
 
 
 @pytest.mark.parametrize("payload", ["1" * 4300, "[" * 150 + "]" * 150, '"a\\u0000b"', "1e-400", '"\\ud83d\\ude00"'])
-async def test_a_payload_that_they_can_is_kept_as_it_was_sent(here: Desk, payload: str) -> None:
+async def test_a_payload_that_they_can_is_kept_as_it_was_sent(here: LocalInstance, payload: str) -> None:
     sent = await send(here, f'{{"payload": {{"x": {payload}}}}}'.encode())
     assert sent.status_code == 202, sent.text
     ended = await here.ended(sent.json()["id"])
@@ -204,7 +206,7 @@ def operations(schema: dict[str, Any], *, ours: bool = True) -> Iterator[tuple[s
             yield from ((method, path, operation) for method, operation in methods.items())
 
 
-async def test_every_status_of_an_error_is_declared_with_the_one_schema(here: Desk) -> None:
+async def test_every_status_of_an_error_is_declared_with_the_one_schema(here: LocalInstance) -> None:
     schema = await get(here, "/openapi.json")
     assert "ValidationError" not in json.dumps(schema)
     for method, path, operation in operations(schema, ours=False):
@@ -216,7 +218,7 @@ async def test_every_status_of_an_error_is_declared_with_the_one_schema(here: De
 
 
 async def test_every_route_declares_what_its_key_its_path_its_fields_and_its_body_can_be_answered_with(
-    here: Desk,
+    here: LocalInstance,
 ) -> None:
     schema = await get(here, "/openapi.json")
     open_to_all = {"/health/live", "/health/ready", "/problems", "/problems/{slug}"}
@@ -258,7 +260,7 @@ async def test_every_route_declares_what_its_key_its_path_its_fields_and_its_bod
     ],
 )
 async def test_what_is_answered_is_declared_and_has_the_schema(
-    here: Desk, method: str, path: str, body: Any, status: int
+    here: LocalInstance, method: str, path: str, body: Any, status: int
 ) -> None:
     if "{ended}" in path:
         path = path.replace("{ended}", str((await here.run("noop")).id))

@@ -26,10 +26,10 @@ from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import fetch
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.writer import CHECKPOINT, END_CANCELLED, FINISH, GIVE_BACK
-from app.fleet.engine.maintenance.rescuer import TakeBack
+from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import RunNotReady
 from app.fleet.runs import records
-from tests.support.table import NAMESPACE, Claiming, Table, declare, table
+from tests.support.table import NAMESPACE, Claiming, EngineHarness, declare, table
 
 FINISH_RETURNING = Statement(f"{FINISH}RETURNING id")
 
@@ -53,7 +53,9 @@ class Model:
     ends: list[str] = field(default_factory=list)
 
 
-def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address: str) -> type[RuleBasedStateMachine]:
+def machine(
+    here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any], address: str
+) -> type[RuleBasedStateMachine]:
     class Protocol(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
@@ -67,7 +69,7 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
 
         @rule(number=st.integers(1, 3), line=st.sampled_from([None, "a", "b"]))
         def trigger(self, number: int, line: str | None) -> None:
-            for run_id in do(here.trigger(*[Order("tick", order_by=line)] * number)):
+            for run_id in do(here.trigger(*[Order("tick", ordering_key=line)] * number)):
                 self.model[run_id] = Model(line)
 
         @rule(name=st.sampled_from(INSTANCES), room=st.integers(1, 3))
@@ -170,7 +172,7 @@ def machine(here: Table, do: Callable[[Coroutine[Any, Any, Any]], Any], address:
             dead = self.living[name].identity.id
             with psycopg.connect(address) as session:
                 session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [dead])
-                TakeBack(NAMESPACE)(session, [dead])
+                Rescue(NAMESPACE)(session, [dead])
             for run in self.model.values():
                 if run.state == "running" and run.owner == name and run.cancel_requested:
                     run.state = "cancelled"

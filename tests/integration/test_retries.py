@@ -5,7 +5,7 @@ import pytest
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.writer import GIVE_BACK
 from app.fleet.engine.maintenance import rescuer
-from tests.support.table import NAMESPACE, Table, declare, table
+from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ SELECT attempt - deaths, extract(epoch FROM run_at - clock_timestamp())::float8 
 """
 
 
-async def give_back(here: Table, rows: list[tuple[int, int]]) -> None:
+async def give_back(here: EngineHarness, rows: list[tuple[int, int]]) -> None:
     many = len(rows)
     values: dict[str, object] = {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]}
     values |= {"pauses": [False] * many, "delays": [None] * many, "errors": ["torn"] * many}
@@ -31,14 +31,14 @@ async def give_back(here: Table, rows: list[tuple[int, int]]) -> None:
         await connection.execute(NAMESPACE.sql(GIVE_BACK), values)
 
 
-async def sweep(here: Table, _: list[tuple[int, int]]) -> None:
+async def sweep(here: EngineHarness, _: list[tuple[int, int]]) -> None:
     async with here.database.autocommit() as connection:
         await rescuer.sweep(connection, NAMESPACE)
 
 
 @pytest.mark.parametrize("by", [give_back, sweep], ids=["its-own-instance", "another-instance"])
 async def test_each_wait_is_twice_as_long_up_to_the_longest_and_none_is_like_another(address: str, by: object) -> None:
-    async with table(address, declare(retry_delay="1s", retry_most="10s")) as here:
+    async with table(address, declare(retry_delay="1s", max_retry_delay="10s")) as here:
         await here.trigger(*[Order("tick")] * 120)
         await (await here.instance("one")).claim(200)
         rows = await here.sql(FAILED)
@@ -57,7 +57,7 @@ async def test_a_wait_that_is_declared_anew_holds_from_the_next_failure_on(addre
     async with table(address, declare(retry_delay="1s")) as here:
         await here.trigger(Order("tick"))
         await (await here.instance("one")).claim()
-        async with table(address, declare(retry_delay="5m", retry_most="1h")):
+        async with table(address, declare(retry_delay="5m", max_retry_delay="1h")):
             await give_back(here, await here.sql("SELECT id, token FROM runs"))
         ((_, seconds),) = await here.sql(WAITED)
         assert 200 < seconds < 400

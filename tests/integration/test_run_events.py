@@ -6,17 +6,17 @@ import pytest
 
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.runs.events import Event, append
-from tests.support.table import NAMESPACE, Table, declare, table
+from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 
 
-async def say(here: Table, *events: Event) -> set[tuple[int, int]]:
+async def say(here: EngineHarness, *events: Event) -> set[tuple[int, int]]:
     async with here.database.autocommit() as connection:
         return await append(connection, NAMESPACE, events)
 
 
-async def say_at_last(here: Table, *events: Event) -> None:
+async def say_at_last(here: EngineHarness, *events: Event) -> None:
     """A row that another session has locked is left out, and what is to be written for it is given again."""
     while await say(here, *events):  # noqa: ASYNC110 — each time, it is tried
         await asyncio.sleep(0)

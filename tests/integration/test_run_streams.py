@@ -18,36 +18,36 @@ from app.fleet.http.auth import make_key
 from app.fleet.http.events import Age
 from app.fleet.http.events import told as told_over_http
 from app.fleet.runs import records
-from app.fleet.runs.events import HEAVY, Chapter, Event, Written, append, read_all
+from app.fleet.runs.events import HEAVY, Event, EventPage, StoredEvent, append, read_all
 from app.fleet.stream.channel import KEPT_WEIGHT
 from app.fleet.stream.relay import SPACING
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 from tests.support.streams import messages
-from tests.support.table import NAMESPACE, Table, declare, table
+from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         yield own
 
 
-async def told(here: Desk | Table, run_id: int, after: int = 0) -> list[Written]:
-    database = here.running.context.database if isinstance(here, Desk) else here.database
+async def told(here: LocalInstance | EngineHarness, run_id: int, after: int = 0) -> list[StoredEvent]:
+    database = here.running.context.database if isinstance(here, LocalInstance) else here.database
     async with database.connection() as connection:
         events = (await read_all(connection, NAMESPACE, {run_id: after}))[run_id].events
     assert [event.seq for event in events] == list(range(after + 1, after + 1 + len(events)))
     return events
 
 
-def states(events: list[Written]) -> list[tuple[str, int]]:
+def states(events: list[StoredEvent]) -> list[tuple[str, int]]:
     return [(event.data["state"], event.data["attempt"]) for event in events if event.kind == "state"]
 
 
-async def test_a_run_that_goes_well_is_made_begins_and_ends_and_none_of_it_is_written(here: Desk) -> None:
+async def test_a_run_that_goes_well_is_made_begins_and_ends_and_none_of_it_is_written(here: LocalInstance) -> None:
     run = await here.run("echo", {"a": 1})
     events = await told(here, run.id)
     assert states(events) == [("pending", 0), ("running", 1), ("succeeded", 1)]
@@ -57,7 +57,7 @@ async def test_a_run_that_goes_well_is_made_begins_and_ends_and_none_of_it_is_wr
     assert await here.sql("SELECT * FROM run_events") == []
 
 
-async def test_each_attempt_of_a_run_that_fails_is_told_with_why(here: Desk) -> None:
+async def test_each_attempt_of_a_run_that_fails_is_told_with_why(here: LocalInstance) -> None:
     run = await here.run("fail")
     events = await told(here, run.id)
     assert states(events) == [
@@ -74,7 +74,7 @@ async def test_each_attempt_of_a_run_that_fails_is_told_with_why(here: Desk) -> 
     assert [event.at for event in events] == sorted(event.at for event in events)
 
 
-async def test_a_run_that_is_tried_again_on_request_goes_on_counting(here: Desk) -> None:
+async def test_a_run_that_is_tried_again_on_request_goes_on_counting(here: LocalInstance) -> None:
     run = await here.run("give-up")
     before = await told(here, run.id)
     await here.running.client.post(f"/runs/{run.id}/retry")
@@ -84,14 +84,14 @@ async def test_a_run_that_is_tried_again_on_request_goes_on_counting(here: Desk)
     assert states(after[len(before) :]) == [("pending", 0), ("running", 1), ("failed", 1)]
 
 
-async def test_a_run_that_is_cancelled_while_it_waits_never_begins(here: Desk) -> None:
+async def test_a_run_that_is_cancelled_while_it_waits_never_begins(here: LocalInstance) -> None:
     await here.running.client.post("/actions/echo/pause")
     run_id = await here.trigger("echo")
     await here.running.client.post(f"/runs/{run_id}/cancel")
     assert states(await told(here, run_id)) == [("pending", 0), ("cancelled", 0)]
 
 
-async def test_what_it_says_stands_between_its_states(here: Desk) -> None:
+async def test_what_it_says_stands_between_its_states(here: LocalInstance) -> None:
     run = await here.run("speak")
     events = await told(here, run.id)
     assert [event.kind for event in events] == ["state", "state", "log", "progress", "noted", "state"]
@@ -119,10 +119,10 @@ async def test_a_death_is_told_and_the_dead_add_nothing(address: str) -> None:
         assert "died" in events[3].data["error"]
 
 
-async def test_everyone_who_follows_is_told_the_same_and_the_database_is_asked_once(here: Desk) -> None:
+async def test_everyone_who_follows_is_told_the_same_and_the_database_is_asked_once(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run_id = await here.trigger("chatter", {"count": 50, "pause": 0.02})
-    everything: list[list[Written]] = await asyncio.gather(*(collect(here, run_id) for _ in range(50)))
+    everything: list[list[StoredEvent]] = await asyncio.gather(*(collect(here, run_id) for _ in range(50)))
     assert len(everything[0]) == 53
     assert all(each == everything[0] for each in everything)
     # One question for each who comes, and then one for all of them.
@@ -130,7 +130,9 @@ async def test_everyone_who_follows_is_told_the_same_and_the_database_is_asked_o
     assert hub.followed == 0
 
 
-async def collect(here: Desk, run_id: int, after: int = 0, events: list[Written] | None = None) -> list[Written]:
+async def collect(
+    here: LocalInstance, run_id: int, after: int = 0, events: list[StoredEvent] | None = None
+) -> list[StoredEvent]:
     events = [] if events is None else events
     async with asyncio.timeout(60), here.running.context.stream.hub.follow(run_id, after) as following:
         while not following.ended:
@@ -138,7 +140,7 @@ async def collect(here: Desk, run_id: int, after: int = 0, events: list[Written]
     return events
 
 
-async def test_who_comes_when_somebody_follows_already_asks_nothing(here: Desk) -> None:
+async def test_who_comes_when_somebody_follows_already_asks_nothing(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run_id = await here.trigger("nap", {"seconds": 30})
     async with hub.follow(run_id) as first:
@@ -162,7 +164,7 @@ async def test_who_comes_when_somebody_follows_already_asks_nothing(here: Desk) 
 
 
 async def test_who_comes_late_reads_from_the_database_what_is_not_kept_any_more(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
     run_id = await here.trigger("chatter", {"count": 700, "pause": 0.0})
@@ -174,7 +176,7 @@ async def test_who_comes_late_reads_from_the_database_what_is_not_kept_any_more(
 
 
 async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_nothing(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
     run_id = await here.trigger("nap", {"seconds": 600})
@@ -205,7 +207,7 @@ async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_no
     ]
 
 
-async def test_heavy_events_are_read_a_few_at_a_time_and_not_kept(here: Desk) -> None:
+async def test_heavy_events_are_read_a_few_at_a_time_and_not_kept(here: LocalInstance) -> None:
     run_id = await here.trigger("chatter", {"count": 60, "pause": 0.0, "padding": 60_000})
     hub = here.running.context.stream.hub
     async with hub.follow(run_id) as follower:
@@ -223,7 +225,7 @@ async def test_heavy_events_are_read_a_few_at_a_time_and_not_kept(here: Desk) ->
 
 
 async def test_who_catches_up_while_the_database_is_away_waits_for_it(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
     run_id = await here.trigger("chatter", {"count": 100, "pause": 0.0})
@@ -247,7 +249,7 @@ async def test_who_catches_up_while_the_database_is_away_waits_for_it(
     assert said.endswith(b'event: done\ndata: {"run":%d}\n\n' % run_id)
 
 
-async def test_who_cannot_send_the_header_names_the_last_event_in_the_address(here: Desk) -> None:
+async def test_who_cannot_send_the_header_names_the_last_event_in_the_address(here: LocalInstance) -> None:
     run = await here.run("speak")
     client, path = here.running.client, f"/runs/{run.id}/events?after=2"
     answer = await client.get(path)
@@ -269,7 +271,7 @@ async def test_a_stream_that_is_old_ends_with_when_to_come_back(address: str) ->
         await here.running.client.post(f"/runs/{run_id}/cancel")
 
 
-async def test_who_waits_for_long_leaves_nothing_behind(here: Desk) -> None:
+async def test_who_waits_for_long_leaves_nothing_behind(here: LocalInstance) -> None:
     run_id = await here.trigger("nap", {"seconds": 600})
     async with here.running.context.stream.hub.follow(run_id) as follower:
         while follower.seq < 2:
@@ -280,7 +282,7 @@ async def test_who_waits_for_long_leaves_nothing_behind(here: Desk) -> None:
     await here.running.client.post(f"/runs/{run_id}/cancel")
 
 
-async def test_a_run_that_is_forgotten_meanwhile_ends_its_streams(here: Desk) -> None:
+async def test_a_run_that_is_forgotten_meanwhile_ends_its_streams(here: LocalInstance) -> None:
     await here.running.client.post("/actions/echo/pause")
     run_id = await here.trigger("echo")
     async with here.running.context.stream.hub.follow(run_id) as follower:
@@ -290,7 +292,7 @@ async def test_a_run_that_is_forgotten_meanwhile_ends_its_streams(here: Desk) ->
         assert follower.forgotten
 
 
-async def test_nobody_is_notified_of_events_that_nobody_follows(here: Desk) -> None:
+async def test_nobody_is_notified_of_events_that_nobody_follows(here: LocalInstance) -> None:
     relay = here.running.context.stream.relay
     await here.run("chatter", {"count": 20, "pause": 0.01})
     assert relay.sent == 0
@@ -312,7 +314,7 @@ async def test_without_any_poll_everything_comes_with_the_notifications(
 
 
 async def test_without_any_notification_everything_comes_with_the_poll(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(here.running.context.stream.relay, "tell", lambda *_: None)
     monkeypatch.setattr(here.running.context.stream.hub, "look_at_actions", lambda _: None)
@@ -327,7 +329,7 @@ async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, m
         monkeypatch.setattr(here.running.context.stream.hub, "look_at_actions", lambda _: None)
         run_id = await here.trigger("nap", {"seconds": 600})
         await here.attempt(run_id)
-        events: list[Written] = []
+        events: list[StoredEvent] = []
         reading = asyncio.create_task(collect(here, run_id, events=events))
         await soon(lambda: came(events, 2))
         await cancel(here, run_id)
@@ -340,11 +342,11 @@ async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, m
         assert states(await reading)[-1] == ("cancelled", 1)
 
 
-async def came(events: list[Written], count: int) -> bool:
+async def came(events: list[StoredEvent], count: int) -> bool:
     return len(events) >= count
 
 
-async def test_a_code_that_waits_for_a_result_gets_it(here: Desk) -> None:
+async def test_a_code_that_waits_for_a_result_gets_it(here: LocalInstance) -> None:
     run = await here.run("ask-another", {"of": "echo"})
     assert run.result == {"said": {"x": 1}}
     run = await here.run("ask-another", {"of": "give-up"})
@@ -365,7 +367,7 @@ async def test_a_code_that_waits_for_a_result_gets_it(here: Desk) -> None:
     ],
 )
 async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
-    here: Desk, path: str, last: str | None, slug: str
+    here: LocalInstance, path: str, last: str | None, slug: str
 ) -> None:
     run = await here.run("noop")
     headers = {} if last is None else {"Last-Event-ID": last}
@@ -405,13 +407,13 @@ async def test_a_key_has_no_more_streams_than_its_share(address: str) -> None:
         assert not context.open_streams
 
 
-async def cancel(here: Desk, run_id: int) -> None:
+async def cancel(here: LocalInstance, run_id: int) -> None:
     database = here.running.context.database
     async with database.connection() as connection:
         await records.cancel(connection, database.namespace, run_id)
 
 
-async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: Desk) -> None:
+async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: LocalInstance) -> None:
     run = await here.run("emit-badly")
     assert run.state == "succeeded"
     assert len(run.result) == 6
@@ -441,7 +443,7 @@ async def test_events_of_runs_from_before_states_were_events_keep_their_order(
 
 
 async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
-    here: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, database = here.running.context.stream.hub, here.running.context.database
     pids: list[int] = []
@@ -450,7 +452,7 @@ async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
         active = await here.sql("SELECT pid FROM pg_stat_activity WHERE query LIKE '%pg_sleep(1)' AND state = 'active'")
         return active == [(pid,) for pid in pids] != []
 
-    async def chapters(_: object) -> dict[int, Chapter]:
+    async def chapters(_: object) -> dict[int, EventPage]:
         async with database.autocommit() as connection:
             pids.append(connection.info.backend_pid)
             await connection.execute("SELECT pg_sleep(1)")
@@ -492,5 +494,5 @@ INSERT INTO run_events (run_id, seq, kind) VALUES (2, 1, 'said'), (2, 2, 'said')
 """
 
 
-def told_of(events: list[Written]) -> list[tuple[int, str]]:
+def told_of(events: list[StoredEvent]) -> list[tuple[int, str]]:
     return [(event.seq, event.data["state"] if event.kind == "state" else event.kind) for event in events]

@@ -16,26 +16,26 @@ from app.fleet.runs import pages, records
 from app.fleet.runs.records import RunRecord
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 FAR = datetime(2999, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture
-async def here(address: str) -> AsyncIterator[Desk]:
+async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with desk(address) as own:
         yield own
 
 
-async def ids(here: Desk, query: str) -> list[int]:
+async def ids(here: LocalInstance, query: str) -> list[int]:
     return [run["id"] for run in (await get(here, f"/runs?{query}"))["items"]]
 
 
 # -- many at once -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_is_answered_with_its_runs_in_the_same_order(here: Desk) -> None:
+async def test_a_batch_is_answered_with_its_runs_in_the_same_order(here: LocalInstance) -> None:
     orders: list[dict[str, Any]] = [
         {"action": "echo", "payload": {"n": 0}},
         {"action": "weigh", "payload": {"weight": 1}, "key": "mine"},
@@ -50,7 +50,7 @@ async def test_a_batch_is_answered_with_its_runs_in_the_same_order(here: Desk) -
     assert [(await here.ended(run["id"])).state for run in made] == ["succeeded"] * 4
 
 
-async def test_a_thousand_at_once_are_all_there_and_one_more_are_refused_whole(here: Desk) -> None:
+async def test_a_thousand_at_once_are_all_there_and_one_more_are_refused_whole(here: LocalInstance) -> None:
     await post(here, "/actions/noop/pause", status=200)
     orders = [{"action": "noop"}] * 1000
     made = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
@@ -68,7 +68,9 @@ async def test_a_batch_over_the_body_limit_is_refused_whole(address: str) -> Non
         assert await runs_there_are(here) == 0
 
 
-async def test_one_wrong_run_refuses_the_batch_and_each_wrong_field_is_named_with_its_place(here: Desk) -> None:
+async def test_one_wrong_run_refuses_the_batch_and_each_wrong_field_is_named_with_its_place(
+    here: LocalInstance,
+) -> None:
     good = {"action": "weigh", "payload": {"weight": 1}}
     orders = [good, {"action": "weigh", "payload": {}}, good, {"action": "weigh", "payload": {"weight": "s3cret"}}]
     answer = await post(here, "/runs:batch", {"runs": orders})
@@ -86,14 +88,14 @@ async def test_one_wrong_run_refuses_the_batch_and_each_wrong_field_is_named_wit
     assert await runs_there_are(here) == 0
 
 
-async def test_an_unknown_action_refuses_the_batch_and_is_named_with_its_place(here: Desk) -> None:
+async def test_an_unknown_action_refuses_the_batch_and_is_named_with_its_place(here: LocalInstance) -> None:
     orders = [{"action": "noop"}, {"action": "none-such"}, {"action": "weigh", "payload": {}}]
     problem = is_problem(await post(here, "/runs:batch", {"runs": orders}), "not-found")
     assert problem["errors"] == [{"field": "runs.1.action", "message": "there is no action 'none-such'"}]
     assert await runs_there_are(here) == 0
 
 
-async def test_an_action_that_runs_alone_refuses_the_batch_while_it_is_active(here: Desk) -> None:
+async def test_an_action_that_runs_alone_refuses_the_batch_while_it_is_active(here: LocalInstance) -> None:
     active = await here.trigger("alone", {"seconds": 60})
     before = await runs_there_are(here)
     problem = is_problem(
@@ -104,14 +106,14 @@ async def test_an_action_that_runs_alone_refuses_the_batch_while_it_is_active(he
     await post(here, f"/runs/{active}/cancel", status=200)
 
 
-async def test_a_key_that_stands_in_a_batch_twice_is_one_run(here: Desk) -> None:
+async def test_a_key_that_stands_in_a_batch_twice_is_one_run(here: LocalInstance) -> None:
     orders = [{"action": "noop", "key": "k"}, {"action": "echo", "key": "k"}, {"action": "noop", "key": "k"}]
     first, second, third = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
     assert first == third
     assert first["id"] != second["id"]
 
 
-async def test_a_batch_whose_keys_have_all_made_runs_is_those_runs_as_they_are_now(here: Desk) -> None:
+async def test_a_batch_whose_keys_have_all_made_runs_is_those_runs_as_they_are_now(here: LocalInstance) -> None:
     orders = [{"action": "echo", "payload": {"n": n}, "key": f"k{n}"} for n in range(3)]
     made = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
     for run in made:
@@ -122,7 +124,9 @@ async def test_a_batch_whose_keys_have_all_made_runs_is_those_runs_as_they_are_n
     await post(here, "/runs:batch", {"runs": [*orders, {"action": "noop"}]}, 202)
 
 
-async def test_a_batch_is_one_statement_however_many_runs_it_has(here: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_is_one_statement_however_many_runs_it_has(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await post(here, "/actions/noop/pause", status=200)
     genuine, inserts = psycopg.AsyncConnection.execute, list[bytes]()
 
@@ -140,7 +144,7 @@ async def test_a_batch_is_one_statement_however_many_runs_it_has(here: Desk, mon
 # -- seeing them ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_run_is_shown_with_the_promised_fields_and_no_others(here: Desk) -> None:
+async def test_a_run_is_shown_with_the_promised_fields_and_no_others(here: LocalInstance) -> None:
     ended = await here.run("weigh", {"weight": 3})
     run = await get(here, f"/runs/{ended.id}")
     assert set(run) == RUN
@@ -149,14 +153,14 @@ async def test_a_run_is_shown_with_the_promised_fields_and_no_others(here: Desk)
     assert run["created_at"] <= run["started_at"] <= run["finished_at"]
 
 
-async def test_a_failed_run_says_why(here: Desk) -> None:
+async def test_a_failed_run_says_why(here: LocalInstance) -> None:
     ended = await here.run("give-up")
     run = await get(here, f"/runs/{ended.id}")
     assert run["state"] == "failed"
     assert "there is no such parcel" in run["error"]
 
 
-async def test_an_id_that_is_none_is_400_and_one_that_nobody_has_is_404(here: Desk) -> None:
+async def test_an_id_that_is_none_is_400_and_one_that_nobody_has_is_404(here: LocalInstance) -> None:
     for path in ("/runs/{}", "/runs/{}/cancel", "/runs/{}/retry"):
         method = "GET" if path == "/runs/{}" else "POST"
         for malformed in ("x", "-1", "1.0", "0x1", "%D9%A1", "1%20", "1e3"):
@@ -165,7 +169,7 @@ async def test_an_id_that_is_none_is_400_and_one_that_nobody_has_is_404(here: De
             is_problem(await here.running.client.request(method, path.format(unknown)), "not-found")
 
 
-async def test_pages_go_from_the_newest_to_the_oldest_without_repeating_or_leaving_out(here: Desk) -> None:
+async def test_pages_go_from_the_newest_to_the_oldest_without_repeating_or_leaving_out(here: LocalInstance) -> None:
     await post(here, "/actions/echo/pause", status=200)
     made = [(await here.run("noop")).id if n % 2 else await here.trigger("echo") for n in range(7)]
     seen: list[int] = []
@@ -181,7 +185,7 @@ async def test_pages_go_from_the_newest_to_the_oldest_without_repeating_or_leavi
     assert page["next_cursor"] is None
 
 
-async def test_the_last_page_has_no_cursor_even_if_it_is_full(here: Desk) -> None:
+async def test_the_last_page_has_no_cursor_even_if_it_is_full(here: LocalInstance) -> None:
     await here.trigger_all([])
     for _ in range(4):
         await here.run("noop")
@@ -190,11 +194,11 @@ async def test_the_last_page_has_no_cursor_even_if_it_is_full(here: Desk) -> Non
     assert (await get(here, f"/runs?limit=2&cursor={first['next_cursor']}"))["next_cursor"] is None
 
 
-async def test_no_runs_are_an_empty_page(here: Desk) -> None:
+async def test_no_runs_are_an_empty_page(here: LocalInstance) -> None:
     assert await get(here, "/runs") == {"items": [], "next_cursor": None}
 
 
-async def test_runs_are_found_by_action_and_by_state(here: Desk) -> None:
+async def test_runs_are_found_by_action_and_by_state(here: LocalInstance) -> None:
     good, bad = (await here.run("noop")).id, (await here.run("give-up")).id
     await post(here, "/actions/noop/pause", status=200)
     waiting = await here.trigger("noop")
@@ -210,7 +214,7 @@ async def test_runs_are_found_by_action_and_by_state(here: Desk) -> None:
     assert await ids(here, "action=echo") == []
 
 
-async def test_a_page_has_fifty_runs_unless_asked_for_and_never_more_than_five_hundred(here: Desk) -> None:
+async def test_a_page_has_fifty_runs_unless_asked_for_and_never_more_than_five_hundred(here: LocalInstance) -> None:
     await post(here, "/actions/noop/pause", status=200)
     await post(here, "/runs:batch", {"runs": [{"action": "noop"}] * 501}, 202)
     assert len(await ids(here, "")) == 50
@@ -220,7 +224,7 @@ async def test_a_page_has_fifty_runs_unless_asked_for_and_never_more_than_five_h
         assert [each["field"] for each in problem["errors"]] == ["query.limit"]  # type: ignore[attr-defined]
 
 
-async def test_what_cannot_be_listed_is_refused(here: Desk) -> None:
+async def test_what_cannot_be_listed_is_refused(here: LocalInstance) -> None:
     for state in ("done", "pending,done", "", "PENDING"):
         problem = is_problem(await here.running.client.get(f"/runs?state={state}"), "invalid")
         assert [each["field"] for each in problem["errors"]] == ["query.state"]  # type: ignore[attr-defined]
@@ -230,7 +234,7 @@ async def test_what_cannot_be_listed_is_refused(here: Desk) -> None:
         is_problem(await here.running.client.get(f"/runs?cursor={cursor}"), "bad-request")
 
 
-async def test_runs_that_went_wrong_are_found_by_their_index(here: Desk) -> None:
+async def test_runs_that_went_wrong_are_found_by_their_index(here: LocalInstance) -> None:
     """One failure in a long history of a busy action: reading the history back to it would take seconds."""
     await here.sql(
         """
@@ -256,7 +260,7 @@ async def test_runs_that_went_wrong_are_found_by_their_index(here: Desk) -> None
 # -- cancelling and trying again --------------------------------------------------------------------------------------
 
 
-async def test_a_run_that_waits_is_cancelled_at_once(here: Desk) -> None:
+async def test_a_run_that_waits_is_cancelled_at_once(here: LocalInstance) -> None:
     await post(here, "/actions/noop/pause", status=200)
     waiting = await here.trigger("noop")
     run = (await post(here, f"/runs/{waiting}/cancel", status=200)).json()
@@ -264,7 +268,7 @@ async def test_a_run_that_waits_is_cancelled_at_once(here: Desk) -> None:
     assert run == await get(here, f"/runs/{waiting}")
 
 
-async def test_a_run_that_runs_is_told(here: Desk) -> None:
+async def test_a_run_that_runs_is_told(here: LocalInstance) -> None:
     running = await here.trigger("nap", {"seconds": 60})
     await here.until(running, "running")
     run = (await post(here, f"/runs/{running}/cancel", status=200)).json()
@@ -272,13 +276,13 @@ async def test_a_run_that_runs_is_told(here: Desk) -> None:
     assert (await here.ended(running)).state == "cancelled"
 
 
-async def test_what_has_ended_cannot_be_cancelled(here: Desk) -> None:
+async def test_what_has_ended_cannot_be_cancelled(here: LocalInstance) -> None:
     ended = await here.run("noop")
     problem = is_problem(await post(here, f"/runs/{ended.id}/cancel"), "conflict")
     assert "succeeded" in str(problem["detail"])
 
 
-async def test_what_failed_is_tried_again_as_the_same_run(here: Desk) -> None:
+async def test_what_failed_is_tried_again_as_the_same_run(here: LocalInstance) -> None:
     failed = await here.run("give-up")
     run = (await post(here, f"/runs/{failed.id}/retry", status=200)).json()
     assert (run["id"], run["state"], run["attempt"]) == (failed.id, "pending", 0)
@@ -286,7 +290,7 @@ async def test_what_failed_is_tried_again_as_the_same_run(here: Desk) -> None:
 
 
 async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs while the retry looks for it among those that ended, and has ended before the answer is read."""
     run_id, genuine = await here.trigger("nap", {"seconds": 3600}), records.find
@@ -306,7 +310,7 @@ async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
 
 
 async def test_a_cancellation_holds_no_lock_while_its_answer_is_read(
-    here: Desk, address: str, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id, genuine = await here.trigger("nap", {"seconds": 3600}), records.find
     await here.attempt(run_id)
@@ -320,13 +324,13 @@ async def test_a_cancellation_holds_no_lock_while_its_answer_is_read(
     await post(here, f"/runs/{run_id}/cancel", status=200)
 
 
-async def test_what_succeeded_is_not_tried_again(here: Desk) -> None:
+async def test_what_succeeded_is_not_tried_again(here: LocalInstance) -> None:
     ended = await here.run("noop")
     problem = is_problem(await post(here, f"/runs/{ended.id}/retry"), "conflict")
     assert "succeeded" in str(problem["detail"])
 
 
-async def test_all_that_failed_within_some_time_is_tried_again_and_nothing_else(here: Desk) -> None:
+async def test_all_that_failed_within_some_time_is_tried_again_and_nothing_else(here: LocalInstance) -> None:
     failed = [(await here.run("give-up")).id for _ in range(4)]
     (cancelled,) = [await here.trigger("noop", run_at=FAR)]
     await post(here, f"/runs/{cancelled}/cancel", status=200)
@@ -354,7 +358,7 @@ async def test_all_that_failed_within_some_time_is_tried_again_and_nothing_else(
 
 
 async def test_what_fails_again_meanwhile_is_not_tried_again_by_the_same_request(
-    here: Desk, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = [(await here.run("give-up")).id for _ in range(3)]
     monkeypatch.setattr(records, "AT_ONCE", 1)
@@ -364,7 +368,7 @@ async def test_what_fails_again_meanwhile_is_not_tried_again_by_the_same_request
         assert (await here.ended(run_id)).state == "failed"
 
 
-async def test_two_who_retry_at_the_same_moment_retry_each_run_once(here: Desk) -> None:
+async def test_two_who_retry_at_the_same_moment_retry_each_run_once(here: LocalInstance) -> None:
     await here.trigger_all([Order("give-up")] * 50)
 
     async def all_failed() -> bool:
@@ -376,7 +380,7 @@ async def test_two_who_retry_at_the_same_moment_retry_each_run_once(here: Desk) 
     assert sum(answer.json()["retried"] for answer in await asyncio.gather(*asked)) == 50
 
 
-async def test_of_an_action_that_runs_alone_one_run_is_tried_again(here: Desk) -> None:
+async def test_of_an_action_that_runs_alone_one_run_is_tried_again(here: LocalInstance) -> None:
     await post(here, "/actions/alone/pause", status=200)
     ended = []
     for _ in range(3):
@@ -403,7 +407,7 @@ async def test_of_an_action_that_runs_alone_one_run_is_tried_again(here: Desk) -
     ],
 )
 async def test_a_retry_of_many_that_cannot_be_is_refused(
-    here: Desk, body: dict[str, Any], kind: str, field: str | None
+    here: LocalInstance, body: dict[str, Any], kind: str, field: str | None
 ) -> None:
     problem = is_problem(await post(here, "/runs:retry", body), kind)
     if field is not None:

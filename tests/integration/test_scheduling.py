@@ -13,7 +13,7 @@ from app.fleet.engine.actions.action import Action, Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.scheduler import LOCK_DUE, READ_UNLOCKED
 from tests.support.runs import desk, soon
-from tests.support.table import NAMESPACE, Table, declare, table
+from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -195,7 +195,7 @@ async def test_an_action_this_code_does_not_have_is_left_alone(address: str) -> 
 # -- declared, and in the table ---------------------------------------------------------------------------------------
 
 
-async def declared(here: Table, *actions: Action[Any]) -> None:
+async def declared(here: EngineHarness, *actions: Action[Any]) -> None:
     """Start an instance with these declarations."""
     async with here.database.connection() as connection:
         await synchronise(connection, NAMESPACE, Catalogue({each.name: each for each in actions}))

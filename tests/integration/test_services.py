@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from app.fleet.background import Service, let_go, woken
+from app.fleet.background import Service, cancel_and_wait, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db import dsn, migrations
@@ -15,7 +15,7 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
 from app.fleet.engine.actions.action import Catalogue
 from app.fleet.engine.engine import Engine
-from app.fleet.lifecycle import Course
+from app.fleet.lifecycle import Lifecycle
 from app.fleet.stream.stream import Stream
 from app.settings import Settings
 from tests.support.runs import soon
@@ -53,7 +53,7 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
         member = Member(settings, addresses, namespace, shared, version="test", on_leave=print)
         catalogue = Catalogue.load(["tests.support.trial_actions"])
         return Engine(
-            settings, shared, member, catalogue, Course(), Stream(shared, member), Coordination(shared, member)
+            settings, shared, member, catalogue, Lifecycle(), Stream(shared, member), Coordination(shared, member)
         )
 
     def stream() -> Stream:
@@ -142,7 +142,7 @@ async def test_a_loop_that_is_cancelled_in_the_moment_in_which_it_is_woken_ends(
 
         async def loop(event: asyncio.Event = event, rounds: list[int] = rounds) -> None:
             while True:
-                await woken(event, 60)
+                await wait_for_event(event, 60)
                 event.clear()
                 rounds.append(1)
 
@@ -170,7 +170,7 @@ async def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
     task = asyncio.create_task(loses_the_first())
     await asyncio.sleep(0)
     async with asyncio.timeout(30):
-        await let_go(task)
+        await cancel_and_wait(task)
     assert lost == [1]
     assert task.cancelled()
 
@@ -184,5 +184,5 @@ async def test_what_a_task_raises_when_it_is_let_go_concerns_nobody() -> None:
 
     task = asyncio.create_task(raises())
     await asyncio.sleep(0)
-    await let_go(task)
+    await cancel_and_wait(task)
     assert isinstance(task.exception(), ValueError)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from app.fleet import Held, singleton
+from app.fleet import HeldLock, singleton
 from app.fleet.coordination import singletons
 from app.fleet.coordination.singletons import Singletons
 from app.fleet.engine.actions.action import Catalogue
 from app.fleet.errors import ActionInvalid
 from tests.support import trial_singletons
-from tests.support.runs import Desk, desk, soon
+from tests.support.runs import LocalInstance, desk, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ def without_much_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(singletons, "REST", 0.01)
 
 
-def service_of(instance: Desk, *declared: Any) -> Singletons:
+def service_of(instance: LocalInstance, *declared: Any) -> Singletons:
     made = Singletons(instance.running.context.shared.locks)
     made.declare(declared)
     return made
@@ -37,7 +37,7 @@ async def test_one_that_returns_or_raises_has_another_turn(address: str) -> None
     tokens: list[int] = []
 
     @singleton("restless")
-    async def restless(turn: Held) -> None:
+    async def restless(turn: HeldLock) -> None:
         tokens.append(turn.token)
         if len(tokens) == 2:
             raise ValueError("the second time it fails")
@@ -59,7 +59,7 @@ async def test_one_that_ignores_its_end_holds_up_no_shutdown(address: str) -> No
     begun = asyncio.Event()
 
     @singleton("deaf")
-    async def deaf(_: Held) -> None:
+    async def deaf(_: HeldLock) -> None:
         begun.set()
         for _times in range(2):
             try:
@@ -83,7 +83,7 @@ async def test_one_that_returns_when_it_is_to_end_has_no_other_turn(address: str
     tokens: list[int] = []
 
     @singleton("polite")
-    async def polite(turn: Held) -> None:
+    async def polite(turn: HeldLock) -> None:
         tokens.append(turn.token)
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(3600)
@@ -107,7 +107,7 @@ async def test_of_two_instances_one_runs_it_and_hands_it_over_when_it_drains(add
     running: list[str] = []
 
     @singleton("one-of-two")
-    async def one_of_two(turn: Held) -> None:
+    async def one_of_two(turn: HeldLock) -> None:
         running.append(turn.me.name)
         try:
             await asyncio.sleep(3600)
@@ -136,7 +136,7 @@ async def test_of_two_instances_one_runs_it_and_hands_it_over_when_it_drains(add
 
 def test_two_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     @singleton("beacon")
-    async def other(_: Held) -> None: ...
+    async def other(_: HeldLock) -> None: ...
 
     module = ModuleType("lighthouse")
     module.beacon = trial_singletons.beacon  # type: ignore[attr-defined]
@@ -147,9 +147,9 @@ def test_two_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_one_is_refused() -> None:
-    async def fine(_: Held) -> None: ...
+    async def fine(_: HeldLock) -> None: ...
 
-    def plain(_: Held) -> None: ...
+    def plain(_: HeldLock) -> None: ...
 
     async def without_a_turn() -> None: ...
 
@@ -161,12 +161,12 @@ def test_what_cannot_be_one_is_refused() -> None:
 
 
 async def test_calling_one_calls_the_function() -> None:
-    seen: list[Held] = []
+    seen: list[HeldLock] = []
 
     @singleton("x")
-    async def x(turn: Held) -> None:
+    async def x(turn: HeldLock) -> None:
         seen.append(turn)
 
-    turn = Held(None, None, "x", 1, 5.0, 0.0)  # type: ignore[arg-type]
+    turn = HeldLock(None, None, "x", 1, 5.0, 0.0)  # type: ignore[arg-type]
     await x(turn)
     assert seen == [turn]

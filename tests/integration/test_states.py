@@ -51,6 +51,6 @@ async def test_a_state_that_is_added_lets_no_write_of_a_running_run_through(addr
 
 async def test_a_state_that_is_added_is_claimed_by_nobody(address: str) -> None:
     async with table(address, declare()) as here:
-        await here.trigger(Order("tick"), Order("tick", order_by="a"))
+        await here.trigger(Order("tick"), Order("tick", ordering_key="a"))
         await asyncio.to_thread(hold_all, address)
         assert await (await here.instance("one")).claim() == []

@@ -20,7 +20,7 @@ from typing import IO, Any, Literal, Self, TypeAlias
 import httpx
 
 from tests.support.postgres import BOUND, eventually, free_port
-from tests.support.slipway import Launched, Slipway, plain_environment
+from tests.support.slipway import ForkServer, Launched, plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 Mode = Literal["serve", "uvicorn", "workers"]
@@ -33,10 +33,10 @@ QUICK = {"FLOTILLA_DRAIN_DELAY": "0.3", "FLOTILLA_DRAIN_TIMEOUT": "5", "FLOTILLA
 
 Process: TypeAlias = "subprocess.Popen[bytes] | Launched"
 # Tests launch from it. Benchmarks, where an instance is to be just what a user starts, have none.
-slipway: Slipway | None = None
+slipway: ForkServer | None = None
 
 
-class Ship:
+class InstanceProcess:
     """One process of the service (with `workers`, a parent and its children)."""
 
     def __init__(
@@ -58,7 +58,9 @@ class Ship:
             # uvicorn's own parent process leaves its listening socket to the garbage collector.
             env = {"PYTHONWARNINGS": "error,ignore::ResourceWarning", **env}
         with log.open("wb") as target:
-            self.process = start(self._command(mode), environment(address, env), target, plain=Slipway.can_launch(env))
+            self.process = start(
+                self._command(mode), environment(address, env), target, plain=ForkServer.can_launch(env)
+            )
 
     @property
     def pid(self) -> int:
@@ -179,18 +181,18 @@ class Fleet:
 
     def __init__(self, address: str, folder: Path, **env: str) -> None:
         self.address = address
-        self.ships: list[Ship] = []
+        self.ships: list[InstanceProcess] = []
         self._folder = folder
         self._env = env
 
-    def launch(self, mode: Mode = "serve", *, port: int | None = None, workers: int = 2, **env: str) -> Ship:
+    def launch(self, mode: Mode = "serve", *, port: int | None = None, workers: int = 2, **env: str) -> InstanceProcess:
         """Start one, without waiting."""
         log = self._folder / f"{len(self.ships)}.log"
-        ship = Ship(mode, env.pop("DATABASE_URL", self.address), log, {**self._env, **env}, port, workers)
+        ship = InstanceProcess(mode, env.pop("DATABASE_URL", self.address), log, {**self._env, **env}, port, workers)
         self.ships.append(ship)
         return ship
 
-    def start(self, count: int = 1, mode: Mode = "serve", **env: str) -> list[Ship]:
+    def start(self, count: int = 1, mode: Mode = "serve", **env: str) -> list[InstanceProcess]:
         """Start several at once and wait until all are ready."""
         ships = [self.launch(mode, port=None, workers=2, **env) for _ in range(count)]
         return [ship.wait_ready() for ship in ships]
@@ -252,10 +254,10 @@ def by_name(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in view["instances"]}
 
 
-def leader_of(ships: Sequence[Ship]) -> Ship:
+def leader_of(ships: Sequence[InstanceProcess]) -> InstanceProcess:
     """The one that leads, once somebody does."""
 
-    def find() -> Ship | None:
+    def find() -> InstanceProcess | None:
         name = ships[0].instances()["leader"]
         return next((ship for ship in ships if ship.me()["name"] == name), None)
 
@@ -263,7 +265,7 @@ def leader_of(ships: Sequence[Ship]) -> Ship:
 
 
 @contextlib.contextmanager
-def blocked(ship: Ship, seconds: float) -> Iterator[threading.Thread]:
+def blocked(ship: InstanceProcess, seconds: float) -> Iterator[threading.Thread]:
     """Keep the event loop of an instance busy. It is so when the block begins; `seconds` is how long it is at most."""
 
     def ask() -> None:

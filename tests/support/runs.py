@@ -22,7 +22,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 
 @dataclass(frozen=True)
-class Desk:
+class LocalInstance:
     """One instance in this process, and its runs."""
 
     running: Running
@@ -93,10 +93,10 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(address: str, **settings: Any) -> AsyncIterator[Desk]:
+async def desk(address: str, **settings: Any) -> AsyncIterator[LocalInstance]:
     given = {"actions": ("tests.support.trial_actions",), "log_level": "warning", **settings}
     async with service(address, **given) as running:
-        yield Desk(running)
+        yield LocalInstance(running)
 
 
 async def soon(

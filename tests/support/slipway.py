@@ -92,7 +92,7 @@ class Launched:
         return self.returncode
 
 
-class Slipway:
+class ForkServer:
     """The tests' side of it."""
 
     def __init__(self) -> None:
@@ -196,13 +196,13 @@ def serve(address: str) -> Job | None:
                     return become(Job(**json.loads(request)), descriptors)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                tell(connection, child)
+                notify_sql(connection, child)
                 selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, connection))
             else:
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
                 child, connection = key.data
-                tell(connection, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                notify_sql(connection, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
                 connection.close()
 
 
@@ -217,7 +217,7 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     return request, descriptors
 
 
-def tell(connection: socket.socket, number: int) -> None:
+def notify_sql(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(f"{number}\n".encode())
 

@@ -18,7 +18,7 @@ from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.claim import Claimant, Clock
 from app.fleet.engine.dispatch.scheduler import Scheduler
 from app.fleet.engine.enqueue.trigger import Order, Triggers
-from app.fleet.lifecycle import Course
+from app.fleet.lifecycle import Lifecycle
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay
 from app.settings import Settings
@@ -48,7 +48,7 @@ class Claimed(NamedTuple):
     priority: int
 
 
-class Table:
+class EngineHarness:
     """One database, and schedulers that share it."""
 
     def __init__(self, address: str, database: Database, catalogue: Catalogue, stack: AsyncExitStack) -> None:
@@ -58,7 +58,7 @@ class Table:
         self._stack = stack
 
     async def scheduler(self) -> Scheduler:
-        made = Scheduler(self.database, Leader(), self.catalogue, Course(), Clock())  # type: ignore[arg-type]
+        made = Scheduler(self.database, Leader(), self.catalogue, Lifecycle(), Clock())  # type: ignore[arg-type]
         self._stack.push_async_callback(made._lane.close)
         return made
 
@@ -109,7 +109,7 @@ class Table:
 class Claiming:
     """One that claims, as an executor does."""
 
-    table: Table
+    table: EngineHarness
     identity: Identity
     claimant: Claimant
 
@@ -129,7 +129,7 @@ class Claiming:
 
 
 @asynccontextmanager
-async def table(address: str, *actions: Action[Any], pool_max: int = 14) -> AsyncIterator[Table]:
+async def table(address: str, *actions: Action[Any], pool_max: int = 14) -> AsyncIterator[EngineHarness]:
     settings = Settings.load(database_url=address, pool_max=pool_max)
     addresses = dsn.resolve(settings)
     await asyncio.to_thread(migrations.migrate, addresses.direct, NAMESPACE)
@@ -140,4 +140,4 @@ async def table(address: str, *actions: Action[Any], pool_max: int = 14) -> Asyn
         stack.push_async_callback(database.stop)
         async with database.connection() as connection:
             await synchronise(connection, NAMESPACE, catalogue)
-        yield Table(address, database, catalogue, stack)
+        yield EngineHarness(address, database, catalogue, stack)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from app.fleet import Run, TryAgain, action, session, trigger
+from app.fleet import Run, TryAgain, action, transaction, trigger
 
 
 @action("beat", every="1s", misfire="all", priority=10)
@@ -17,7 +17,7 @@ async def lone(_: Run) -> None: ...
 @action("hold-open")
 async def hold_open(run: Run) -> None:
     """Keep a transaction open that has triggered a run of an action that runs alone."""
-    async with session() as opened:
+    async with transaction() as opened:
         await trigger("lone", session=opened)
         await asyncio.sleep(run.payload["seconds"])
 

@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from app.fleet import (
     FleetError,
     GiveUp,
-    Held,
+    HeldLock,
     LockLost,
     Run,
     RunFailed,
@@ -32,7 +32,7 @@ from app.fleet import (
     lock,
     once,
     result,
-    session,
+    transaction,
     trigger,
 )
 from app.fleet.cluster.link import clock
@@ -102,7 +102,7 @@ async def leak(_: Run) -> None:
 
 @action("write-twice", retries=0)
 async def write_twice(_: Run) -> None:
-    async with session() as own:
+    async with transaction() as own:
         await own.execute(text("CREATE TEMPORARY TABLE mails (address text UNIQUE) ON COMMIT DROP"))
         for _number in range(2):
             await own.execute(text("INSERT INTO mails VALUES (:address)"), {"address": "ann@example.org"})
@@ -170,28 +170,28 @@ async def note(run: Run) -> None:
     await run.emit("noting")
     await asyncio.sleep(run.payload.get("seconds", 0))
     await opened(run.payload.get("gate"))
-    async with run.commit({"noted": True}) as transaction:
-        await transaction.execute(EFFECT, effect(run, "committed"))
+    async with run.commit({"noted": True}) as session:
+        await session.execute(EFFECT, effect(run, "committed"))
 
 
 @action("step", retry_delay="20ms")
 async def step(run: Run) -> None:
     """Be one of a line: leave an effect when it begins, and one in the transaction that completes it."""
-    async with session() as transaction:
-        await transaction.execute(EFFECT, effect(run, f"{run.order_by} began"))
+    async with transaction() as session:
+        await session.execute(EFFECT, effect(run, f"{run.ordering_key} began"))
     await asyncio.sleep(run.payload.get("seconds", 0))
     if run.attempt <= run.payload.get("failures", 0):
         raise TryAgain("not yet", after=run.payload.get("after"))
-    async with run.commit() as transaction:
-        await transaction.execute(EFFECT, effect(run, f"{run.order_by} ended"))
+    async with run.commit() as session:
+        await session.execute(EFFECT, effect(run, f"{run.ordering_key} ended"))
 
 
 @action("note-in-thread")
 def note_in_thread(run: Run) -> None:
     time.sleep(run.payload.get("seconds", 0))
 
-    def write(transaction: Session) -> None:
-        transaction.execute(EFFECT, effect(run, "committed"))
+    def write(session: Session) -> None:
+        session.execute(EFFECT, effect(run, "committed"))
 
     run.blocking.commit(write)
 
@@ -200,8 +200,8 @@ def note_in_thread(run: Run) -> None:
 async def walk(run: Run) -> dict[str, Any]:
     """Take many steps, with a checkpoint after each; the last one when the file `gate` is there, if there is one."""
     steps = run.payload.get("steps", 20)
-    done = run.state["done"] if run.state else 0
-    seen = run.state["seen"] if run.state else []
+    done = run.last_checkpoint["done"] if run.last_checkpoint else 0
+    seen = run.last_checkpoint["seen"] if run.last_checkpoint else []
     instance = str(os.getpid())
     for step in range(done, steps):
         await asyncio.sleep(run.payload.get("seconds", 0.1))
@@ -247,7 +247,7 @@ async def late(run: Run) -> str:
     elif write == "event":
         await run.emit("late")
     elif write == "guard":
-        async with session() as guarded:
+        async with transaction() as guarded:
             await guarded.execute(EFFECT, effect(run, "late"))
             await run.guard(guarded)
     elif write == "commit":
@@ -329,10 +329,10 @@ async def note_under_lock(run: Run) -> int:
             while not held.lost.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
                     await held.lost.wait()
-        async with session() as transaction:
-            await transaction.execute(EFFECT, {**effect(run, "locked"), "token": held.token})
+        async with transaction() as session:
+            await session.execute(EFFECT, {**effect(run, "locked"), "token": held.token})
             if run.payload.get("guarded", True):
-                await held.guard(transaction)
+                await held.guard(session)
         return held.token
 
 
@@ -349,16 +349,16 @@ async def hold_lock(run: Run) -> str:
 @action("strike", concurrency=6)
 async def strike(run: Run) -> None:
     """Take a lock again and again, and leave an effect each time; what was lost on the way is tried again."""
-    done = run.state or 0
+    done = run.last_checkpoint or 0
 
-    async def leave(held: Held) -> None:
+    async def leave(held: HeldLock) -> None:
         with contextlib.suppress(LockLost):
-            async with session() as transaction:
-                await transaction.execute(EFFECT, {**effect(run, "struck"), "token": held.token})
+            async with transaction() as session:
+                await session.execute(EFFECT, {**effect(run, "struck"), "token": held.token})
                 # Most of the time that it is held: whoever is frozen while holding it is frozen here.
                 await asyncio.sleep(run.payload.get("dwell", 0))
                 if run.payload.get("guarded", True):
-                    await held.guard(transaction)
+                    await held.guard(session)
 
     while done < run.payload["times"]:
         with contextlib.suppress(LockLost):
@@ -376,13 +376,13 @@ async def wear(run: Run) -> None:
     trouble = run.payload["trouble"] if run.attempt == 1 else None
 
     async def leave() -> None:
-        async with run.commit() if run.payload["commit"] else session() as transaction:
-            await transaction.execute(EFFECT, effect(run, "left"))
+        async with run.commit() if run.payload["commit"] else transaction() as session:
+            await session.execute(EFFECT, effect(run, "left"))
             if trouble == "idle":
                 # Longer than the instance lets a transaction idle.
                 await asyncio.sleep(1.5)
             if not run.payload["commit"]:
-                await run.guard(transaction)
+                await run.guard(session)
 
     leaving = asyncio.create_task(leave())
     if trouble == "cancelled":

@@ -3,11 +3,11 @@
 import asyncio
 from contextlib import suppress
 
-from app.fleet import Held, singleton
+from app.fleet import HeldLock, singleton
 
 
 @singleton("deaf")
-async def deaf(_: Held) -> None:
+async def deaf(_: HeldLock) -> None:
     while True:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(3600)

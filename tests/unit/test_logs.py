@@ -51,7 +51,7 @@ def test_an_error_that_is_logged_brings_its_traceback(level: str, caplog: pytest
     try:
         raise KeyError("deal")
     except KeyError as error:
-        getattr(events("app.fleet.engine.executor"), level)("run.raised", run=17, error=error)
+        getattr(events("app.fleet.engine.execute.executor"), level)("run.raised", run=17, error=error)
     (made,) = caplog.records
     line = json.loads(Formatter(as_json=True).format(made))
     assert line["run"] == 17

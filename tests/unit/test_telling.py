@@ -3,13 +3,13 @@
 from datetime import UTC, datetime
 
 from app.fleet.engine.actions.action import PRIORITIES
-from app.fleet.runs.notifications import PLACES, heard
+from app.fleet.runs.notifications import PLACES, parse_notification
 
 
 def test_each_place_is_heard_with_its_instant_to_the_microsecond() -> None:
     instant = datetime(2026, 11, 18, 17, 30, 0, 123457, UTC)
     microseconds = (instant - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 10**6
-    assert list(heard(f"17:-5:{microseconds:.0f},18:0:0")) == [
+    assert list(parse_notification(f"17:-5:{microseconds:.0f},18:0:0")) == [
         (17, -5, instant),
         (18, 0, datetime(1970, 1, 1, tzinfo=UTC)),
     ]

@@ -14,24 +14,24 @@ APART = 10_000
 
 
 def upgrade() -> None:
-    op.add_column("runs", sa.Column("order_key", sa.Text(collation="C")))
-    op.add_column("finished_runs", sa.Column("order_key", sa.Text(collation="C")))
+    op.add_column("runs", sa.Column("ordering_key", sa.Text(collation="C")))
+    op.add_column("finished_runs", sa.Column("ordering_key", sa.Text(collation="C")))
     op.create_index(
-        "runs_lines", "runs", ["action_id", "order_key", "id"], postgresql_where=sa.text("order_key IS NOT NULL")
+        "runs_lines", "runs", ["action_id", "ordering_key", "id"], postgresql_where=sa.text("ordering_key IS NOT NULL")
     )
     op.create_index(
         "runs_lines_running",
         "runs",
-        ["action_id", "order_key"],
+        ["action_id", "ordering_key"],
         unique=True,
-        postgresql_where=sa.text("state = 'running' AND order_key IS NOT NULL"),
+        postgresql_where=sa.text("state = 'running' AND ordering_key IS NOT NULL"),
     )
 
 
 def downgrade() -> None:
     for table in ("runs", "finished_runs"):
-        op.execute(f"UPDATE {table} SET priority = priority + {APART} WHERE order_key IS NOT NULL")
+        op.execute(f"UPDATE {table} SET priority = priority + {APART} WHERE ordering_key IS NOT NULL")
     op.drop_index("runs_lines_running", "runs")
     op.drop_index("runs_lines", "runs")
-    op.drop_column("finished_runs", "order_key")
-    op.drop_column("runs", "order_key")
+    op.drop_column("finished_runs", "ordering_key")
+    op.drop_column("runs", "ordering_key")

@@ -21,7 +21,7 @@ from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import admin
 from app.fleet.errors import DatabaseUnreachable, FeedOff, RunUnknown
 from app.fleet.runs import feed
-from app.fleet.runs.events import STATE, Written, read_all
+from app.fleet.runs.events import STATE, StoredEvent, read_all
 from app.fleet.runs.feed import Change
 from app.fleet.runs.records import RunRecord, find, find_all
 from app.fleet.settings import FleetSettings
@@ -89,7 +89,7 @@ class Reader(Protocol):
     """Somebody who is told."""
 
     def begin(self, run: RunRecord) -> None: ...
-    def event(self, event: Written) -> None: ...
+    def event(self, event: StoredEvent) -> None: ...
     def end(self) -> None: ...
 
 
@@ -136,7 +136,7 @@ class ForMachines:
     def begin(self, run: RunRecord) -> None:
         pass
 
-    def event(self, event: Written) -> None:
+    def event(self, event: StoredEvent) -> None:
         say_line(event.as_json(self._run_id))
 
     def end(self) -> None:
@@ -162,7 +162,7 @@ class ForPeople:
     def end(self) -> None:
         self._bar.stop()
 
-    def event(self, event: Written) -> None:
+    def event(self, event: StoredEvent) -> None:
         match event.kind, event.data:
             case "state", data:
                 self._bar.update(self._task, description=data["state"])
@@ -194,7 +194,7 @@ class Story:
         self._attempt = 0
         self._began: datetime | None = None
 
-    def goes_on(self, event: Written) -> str:
+    def goes_on(self, event: StoredEvent) -> str:
         data, run = event.data, self._run
         attempt, instance, error = data["attempt"], data["instance"], data.get("error")
         before, self._attempt = self._attempt, attempt

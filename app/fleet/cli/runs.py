@@ -217,8 +217,8 @@ def details(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "attempt", f"{run.attempt} of {run.max_attempts}"
     if run.scheduled_for is not None:
         yield "scheduled for", at(run.scheduled_for)
-    if run.order_by is not None:
-        yield "order by", one_line(run.order_by)
+    if run.ordering_key is not None:
+        yield "ordering key", one_line(run.ordering_key)
     yield "created", at(run.created_at)
     if run.run_at != run.created_at:
         yield "due", at(run.run_at)

@@ -36,13 +36,13 @@ def trigger_command(
     priority: Annotated[
         int | None, typer.Option(min=PRIORITIES[0], max=PRIORITIES[-1], help="Higher is sooner; else the action's.")
     ] = None,
-    order_by: Annotated[str | None, typer.Option(help="After all earlier runs of it with the same one.")] = None,
+    ordering_key: Annotated[str | None, typer.Option(help="After all earlier runs of it with the same one.")] = None,
     follow_it: Annotated[bool, typer.Option("--follow", help="Show what becomes of it, until it ends.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Have an action run; with --follow, see it through."""
     settings = load()
-    order = Order(name, parsed(payload), key, instant(run_at), priority, order_by)
+    order = Order(name, parsed(payload), key, instant(run_at), priority, ordering_key)
     catalogue = Catalogue.load(settings.actions)
     if name not in catalogue:
         raise no_such_action(name, [each.name for each in catalogue], f"FLOTILLA_ACTIONS={','.join(settings.actions)}")

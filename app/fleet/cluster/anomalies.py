@@ -9,8 +9,8 @@
     connection_budget   the database   the living could together open more sessions than the server allows
     lock_held_long      a lock         it has been held for longer than a lock should be (singletons' excepted)
     two_holders         a lock         somebody was let in while its holder still acted as such: it must never happen
-    run_stuck           a run          its deadline is long over, and nobody has taken it back (`engine/recovery.py`)
-    once_pending        a scope        keys have been pending for too long, and their owners live (`engine/once.py`)
+    run_stuck           a run          its deadline is long over, and nobody has taken it back (`rescuer.py`)
+    once_pending        a scope        keys have been pending for too long, and their owners live (`once.py`)
     connection_not_returned  an instance  a connection of its pool is out for longer than any transaction should last
 
 Each is in `GET /health/instances`, which looks when it is asked. The leader looks now and then by itself: for the log,
@@ -28,7 +28,7 @@ from datetime import datetime, timedelta
 
 import psycopg
 
-from app.fleet.background import Service, let_go
+from app.fleet.background import Service, cancel_and_wait
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Namespace, Statement
@@ -138,7 +138,7 @@ class Anomalies(Service):
         self._task = asyncio.create_task(self._look_for_ever(), name="anomalies")
 
     async def _stop(self) -> None:
-        await let_go(self._task)
+        await cancel_and_wait(self._task)
 
     async def _look_for_ever(self) -> None:
         while True:

@@ -17,9 +17,9 @@ true and says what is true after it. What it promises:
     what happens                                the breaker
     the probe is cancelled                      the next one may probe at once
     the probe's result cannot be written        is told it again and again, until the next one may probe
-    the answer that lets the probe in is lost   the next one may probe after `probe_most`
+    the answer that lets the probe in is lost   the next one may probe after `probe_timeout`
     its instance dies                           the next one may, as soon as that one is declared gone
-    the probe takes longer than `probe_most`    the next one may; what the late one reports is refused
+    the probe takes longer than `probe_timeout`    the next one may; what the late one reports is refused
     a body that came in earlier fails while     does not count that
     it is open
     the database is away                        is as this instance knew it last; unknown, it lets everyone in: it is
@@ -43,7 +43,7 @@ from typing import Any, Self, TypeVar
 
 import psycopg
 
-from app.fleet.background import Service, let_go
+from app.fleet.background import Service, cancel_and_wait
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
 from app.fleet.coordination.validation import check_count, check_name, duration
@@ -119,7 +119,7 @@ SELECT rests, counts, CASE WHEN news THEN {TELL} END FROM written
 PROBE = Statement("""
 UPDATE {schema}.breakers AS b
 SET token = b.token + 1, probe_instance = %(me)s,
-    probe_until = clock_timestamp() + make_interval(secs => %(probe_most)s::float8)
+    probe_until = clock_timestamp() + make_interval(secs => %(probe_timeout)s::float8)
 WHERE b.name = %(name)s AND b.open_until <= clock_timestamp()
   AND (
       b.probe_instance IS NULL OR b.probe_until <= clock_timestamp()
@@ -174,13 +174,13 @@ class Breaker:
     failures: int
     within: float
     rest: float
-    probe_most: float
+    probe_timeout: float
 
     @classmethod
-    def of(cls, name: str, failures: int, within: Duration, rest: Duration, probe_most: Duration) -> Self:
+    def of(cls, name: str, failures: int, within: Duration, rest: Duration, probe_timeout: Duration) -> Self:
         check_name("breaker", name, BreakerInvalid)
         check_count("failures", failures, FAILURES_MOST, BreakerInvalid)
-        durations = {"within": within, "rest": rest, "probe_most": probe_most}
+        durations = {"within": within, "rest": rest, "probe_timeout": probe_timeout}
         read = {option: duration(option, given, BreakerInvalid) for option, given in durations.items()}
         for option, value in read.items():
             if value == 0:
@@ -342,7 +342,7 @@ class Breakers(Service):
 
     async def _report(self, statement: Statement, breaker: Breaker, token: int) -> None:
         """Write what became of a probe, for as long as nobody else may probe."""
-        until = clock() + breaker.probe_most
+        until = clock() + breaker.probe_timeout
         while True:
             try:
                 await self._end_probe(statement, breaker, token)
@@ -407,7 +407,7 @@ class Breakers(Service):
 
     async def _stop(self) -> None:
         for errand in list(self._errands):
-            await let_go(errand)
+            await cancel_and_wait(errand)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.coordination.breakers import Breaker, Breakers
 from app.fleet.coordination.limits import Limit, Limits
 from app.fleet.coordination.locks.anomalies import of_locks
-from app.fleet.coordination.locks.lock import Held, Locks, OnLoss, Wanted
+from app.fleet.coordination.locks.lock import HeldLock, Locks, OnLoss, Wanted
 from app.fleet.coordination.singletons import Singletons
 from app.fleet.coordination.validation import duration
 from app.fleet.db.pool import Database
@@ -57,7 +57,7 @@ def here() -> Coordination:
 
 def lock(
     name: str, *, ttl: Duration = "10s", wait: Duration | None = None, on_loss: OnLoss = "cancel"
-) -> AbstractAsyncContextManager[Held]:
+) -> AbstractAsyncContextManager[HeldLock]:
     """Hold a lock, alone in the whole cluster. Without `wait` for as long as it takes; with 0, now or not at all."""
     wanted = Wanted.of(name, ttl, on_loss)
     patience = None if wait is None else duration("wait", wait, LockInvalid)
@@ -76,7 +76,7 @@ def breaker(
     failures: int = 5,
     within: Duration = "60s",
     rest: Duration = "30s",
-    probe_most: Duration = "60s",
+    probe_timeout: Duration = "60s",
 ) -> AbstractAsyncContextManager[None]:
     """Guard a body: once it failed so often, anywhere in the cluster, nobody comes in for a while."""
-    return here().breakers.guard(Breaker.of(name, failures, within, rest, probe_most))
+    return here().breakers.guard(Breaker.of(name, failures, within, rest, probe_timeout))

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, Self
 
 import psycopg
 
-from app.fleet.background import Service, let_go
+from app.fleet.background import Service, cancel_and_wait
 from app.fleet.cluster.link import clock
 from app.fleet.coordination.rate import Rate
 from app.fleet.coordination.validation import LONGEST, check_count, check_name
@@ -198,7 +198,7 @@ class Line:
     async def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        await let_go(self._leasing)
+        await cancel_and_wait(self._leasing)
         for place in self._waiting:
             if not place.done():
                 place.set_exception(

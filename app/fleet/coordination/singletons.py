@@ -7,7 +7,7 @@
             await asyncio.sleep(10)
 
 Each instance whose code has it waits for the lock `singleton:<name>` and runs the function while it holds it. So it has
-what a lock has (`locks.py`): a token, `turn.guard(session)`, and an end when the lock is lost.
+what a lock has (`locks/lock.py`): a token, `turn.guard(session)`, and an end when the lock is lost.
 
     its instance                    runs it next                       after
     drains                          whoever has waited longest         the function has ended: at the flag it is
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 
 import psycopg
 
-from app.fleet.background import Service, disown
-from app.fleet.coordination.locks.lock import RESERVED, Held, Locks, Wanted
+from app.fleet.background import Service, detach
+from app.fleet.coordination.locks.lock import RESERVED, HeldLock, Locks, Wanted
 from app.fleet.errors import ActionInvalid, DatabaseError, LockLost
 from app.fleet.telemetry.logs import events, request_id
 
@@ -45,7 +45,7 @@ HAND_OVER = 0.4
 
 log = events(__name__)
 
-Loop = Callable[[Held], Awaitable[None]]
+Loop = Callable[[HeldLock], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Singleton:
     name: str
     handler: Loop
 
-    def __call__(self, turn: Held) -> Awaitable[None]:
+    def __call__(self, turn: HeldLock) -> Awaitable[None]:
         return self.handler(turn)
 
     @property
@@ -108,7 +108,7 @@ class Singletons(Service):
         for name, task in self._tasks.items():
             if not task.done():
                 log.error("singleton.abandoned", singleton=name)
-                disown(task)
+                detach(task)
 
     async def _stand_by(self, one: Singleton) -> None:
         request_id.set(f"singleton/{one.name}")

@@ -52,7 +52,7 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from app.fleet.background import Service, let_go
+from app.fleet.background import Service, cancel_and_wait
 from app.fleet.db.dsn import READ_COMMITTED, Addresses, pool_application, with_options
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.preflight import MARK_IS_FREE
@@ -150,7 +150,7 @@ SURELY = Statement(
 PREPARED_AFTER = 5
 
 
-class Lane:
+class DedicatedConnection:
     """One of the pool's connections, kept, for work that must not wait behind the service's own requests.
 
     It is in autocommit mode, and one task at a time uses it. After an error, or when the pool has lost the database
@@ -289,9 +289,9 @@ class Database(Service):
         """Make a session that borrows when it is first used; who asked for it commits and closes it."""
         return self._sessions()
 
-    def lane(self) -> Lane:
+    def lane(self) -> DedicatedConnection:
         """Make a lane: a connection of the pool that its user keeps."""
-        return Lane(self)
+        return DedicatedConnection(self)
 
     async def keep(self) -> PooledConnection:
         """Borrow a connection for a lane, which gives it back itself."""
@@ -372,7 +372,7 @@ class Database(Service):
 
     async def _stop(self) -> None:
         for task in (self._supervisor, *self._comparing):
-            await let_go(task)
+            await cancel_and_wait(task)
         await self.engine.dispose()
         await asyncio.gather(*self._returning, return_exceptions=True)
         await self._pool.close(timeout=2)

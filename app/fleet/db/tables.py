@@ -193,7 +193,7 @@ actions = Table(
     Column("next_run_at", DateTime(timezone=True)),
     Column("paused_at", DateTime(timezone=True)),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
-    # Of a retry, in seconds: the first wait, and the longest (`engine/retry.py`).
+    # Of a retry, in seconds: the first wait, and the longest (`runs/retry_delay.py`).
     Column("retry_delay", Float, nullable=False, server_default=text("1")),
     Column("max_retry_delay", Float, nullable=False, server_default=text("600")),
     CheckConstraint("misfire IN ('once', 'all', 'skip')", name="misfire"),
@@ -245,7 +245,7 @@ runs = Table(
     Column("id", BigInteger, Identity(), primary_key=True),
     Column("action_id", Integer, nullable=False),
     Column("state", Text, nullable=False, server_default=text("'pending'")),
-    # Of a run in a line, less than any other's by far: it waits at a place of its own (`lines.py`).
+    # Of a run in a line, less than any other's by far: it waits at a place of its own (`engine/dispatch/ordered.py`).
     Column("priority", Integer, nullable=False),
     # Not before; the order within a priority.
     Column("run_at", DateTime(timezone=True), nullable=False),
@@ -257,14 +257,15 @@ runs = Table(
     # How often it was claimed; a pause takes its claim back, an operator's retry starts again from 0.
     Column("attempt", Integer, nullable=False, server_default=text("0")),
     Column("max_attempts", Integer, nullable=False),
-    # How many of these ended with the death of their instance; they are not held against it (`recovery.py`).
+    # How many of these ended with the death of their instance; they are not held against it
+    # (`engine/maintenance/rescuer.py`).
     Column("deaths", Integer, nullable=False, server_default=text("0")),
     Column("trigger", Text, nullable=False),
     # The slot, of a scheduled run.
     Column("scheduled_for", DateTime(timezone=True)),
     Column("key", Text),
     # Runs of an action with the same one are a line: one after another, in the order of their ids.
-    Column("order_key", Text(collation="C")),
+    Column("ordering_key", Text(collation="C")),
     # JSON and not JSONB: kept as it was sent, and never taken apart on the hot path.
     Column("payload", JSON),
     Column("checkpoint", JSON),
@@ -286,14 +287,14 @@ runs = Table(
     Index("runs_pending_newest", "action_id", "id", postgresql_where=text("state = 'pending'")),
     Index("runs_running", "action_id", "instance_id", postgresql_where=text("state = 'running'")),
     # From line to line, and in each from its first run on, whatever state that is in.
-    Index("runs_lines", "action_id", "order_key", "id", postgresql_where=text("order_key IS NOT NULL")),
+    Index("runs_lines", "action_id", "ordering_key", "id", postgresql_where=text("ordering_key IS NOT NULL")),
     # Of a line, one runs.
     Index(
         "runs_lines_running",
         "action_id",
-        "order_key",
+        "ordering_key",
         unique=True,
-        postgresql_where=text("state = 'running' AND order_key IS NOT NULL"),
+        postgresql_where=text("state = 'running' AND ordering_key IS NOT NULL"),
     ),
     # Rows live for milliseconds here: vacuum by count, not by share, and without pauses.
     postgresql_with={
@@ -320,7 +321,7 @@ finished_runs = Table(
     Column("trigger", Text, nullable=False),
     Column("scheduled_for", DateTime(timezone=True)),
     Column("key", Text),
-    Column("order_key", Text(collation="C")),
+    Column("ordering_key", Text(collation="C")),
     Column("payload", JSON),
     Column("checkpoint", JSON),
     Column("progress", JSON),

@@ -2,7 +2,7 @@
 
 Wired here, and nowhere else: who is told what. Notifications come in as `kind:rest`:
 
-    runs:…                          runs wait at these places (`telling.py`)
+    runs:…                          runs wait at these places (`runs/notifications.py`)
     cancel:run                      a running run is to be cancelled
     slots                           a schedule was changed or resumed
     members                         an instance is ready: many places are shared out with it from now on
@@ -28,13 +28,13 @@ from app.fleet.engine.dispatch.scheduler import Scheduler
 from app.fleet.engine.enqueue.trigger import Triggers, current
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.maintenance import rescuer
-from app.fleet.engine.maintenance.pruner import Retention
-from app.fleet.engine.maintenance.reconciler import Lookout
+from app.fleet.engine.maintenance.pruner import Pruner
+from app.fleet.engine.maintenance.reconciler import Reconciler
 from app.fleet.engine.once import once
 from app.fleet.errors import DatabaseError
-from app.fleet.lifecycle import Course
+from app.fleet.lifecycle import Lifecycle
 from app.fleet.runs import feed
-from app.fleet.runs.notifications import heard
+from app.fleet.runs.notifications import parse_notification
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.stream import Stream
 
@@ -51,7 +51,7 @@ class Engine:
         database: Database,
         member: Member,
         catalogue: Catalogue,
-        course: Course,
+        course: Lifecycle,
         stream: Stream,
         shared: Coordination,
     ) -> None:
@@ -59,17 +59,17 @@ class Engine:
         self.triggers = Triggers(database, catalogue, stream.hub)
         self.executor = Executor(settings, database, member, catalogue, course, stream.relay)
         self.scheduler = Scheduler(
-            database, member, catalogue, course, self.executor.claimant.clock, self.executor.stand_back
+            database, member, catalogue, course, self.executor.claimant.clock, self.executor.pause_claiming
         )
-        self.lookout = Lookout(database, member, catalogue, self.executor, self.scheduler.expect)
-        self.retention = Retention(database, member)
+        self.lookout = Reconciler(database, member, catalogue, self.executor, self.scheduler.expect)
+        self.retention = Pruner(database, member)
         self.seen = once.SeenStore(database, member)
         self._database = database
         self._member = member
         self._hub = stream.hub
         self._shared = shared
         self._feed_retention = timedelta(seconds=settings.feed_retention)
-        member.on_death(rescuer.TakeBack(database.namespace))
+        member.on_death(rescuer.Rescue(database.namespace))
         shared.anomalies.add(rescuer.stuck)
         shared.anomalies.add(once.stays_pending)
         member.on_lost(self.executor.drop)
@@ -129,7 +129,7 @@ class Engine:
         self.lookout.look_now()
 
     def _runs_wait(self, rest: str) -> None:
-        places = list(heard(rest))
+        places = list(parse_notification(rest))
         others = self.executor.claimant.ready.tell_all(places, self.executor.now())
         self.executor.wake()
         if others:

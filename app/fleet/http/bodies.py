@@ -31,7 +31,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class NewRun(BaseModel):
-    """One run that is wanted. Without `run_at`: now; `priority`: the action's own; `order_by`: in no line."""
+    """One run that is wanted. Without `run_at`: now; `priority`: the action's own; `ordering_key`: in no line."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,10 +39,10 @@ class NewRun(BaseModel):
     key: Key | None = None
     run_at: Instant | None = None
     priority: Annotated[int, Field(ge=PRIORITIES[0], le=PRIORITIES[-1])] | None = None
-    order_by: Key | None = None
+    ordering_key: Key | None = None
 
     def order(self, action: str) -> Order:
-        return Order(action, self.payload, self.key, self.run_at, self.priority, self.order_by)
+        return Order(action, self.payload, self.key, self.run_at, self.priority, self.ordering_key)
 
 
 class BatchedRun(NewRun):

@@ -14,7 +14,7 @@ from app.fleet.errors import FleetError
 from app.fleet.http.problems import Unavailable
 from app.fleet.http.readiness import Readiness
 from app.fleet.http.refusals import Refusals
-from app.fleet.lifecycle import Course
+from app.fleet.lifecycle import Lifecycle
 from app.fleet.server import Connections
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.channel import Turns
@@ -27,7 +27,7 @@ OPENINGS = 4
 class Context:
     settings: FleetSettings
     version: str
-    course: Course = field(default_factory=Course)
+    course: Lifecycle = field(default_factory=Lifecycle)
     in_flight: int = 0
     # Requests whose client left before the whole body had arrived.
     abandoned: int = 0

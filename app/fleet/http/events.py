@@ -43,7 +43,7 @@ from app.fleet.http.context import Context, InContext
 from app.fleet.http.edge import RETRY_MS
 from app.fleet.http.problems import HttpError, Unavailable, refusals
 from app.fleet.http.runs import RunId, number_of, states_of
-from app.fleet.runs.events import DONE, STATE, Written
+from app.fleet.runs.events import DONE, STATE, StoredEvent
 from app.fleet.runs.feed import Batch
 from app.fleet.stream.channel import Following, Turns
 from app.fleet.stream.hub import Hub
@@ -130,20 +130,20 @@ class Age:
 # -- a run's ----------------------------------------------------------------------------------------------------------
 
 
-async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> AsyncIterator[Following[Written]]:
+async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> AsyncIterator[Following[StoredEvent]]:
     async with context.stream.hub.follow(number_of(run_id), after_of(seen, digits=9) or 0) as follower:
         yield follower
 
 
 @router.get("/runs/{id}/events", dependencies=[Depends(place)], **STREAM)
 async def follow_run(
-    follower: Annotated[Following[Written], Depends(run_follower)], context: InContext, run_id: RunId
+    follower: Annotated[Following[StoredEvent], Depends(run_follower)], context: InContext, run_id: RunId
 ) -> EventStream:
     """Follow a run: everything that became of it, then whatever becomes of it, until it ends."""
     return EventStream(told(follower, number_of(run_id), Age(context)), context.stream.hub.turns)
 
 
-async def told(follower: Following[Written], run_id: int, age: Age) -> AsyncIterator[bytes]:
+async def told(follower: Following[StoredEvent], run_id: int, age: Age) -> AsyncIterator[bytes]:
     while not follower.ended:
         events = await follower.more(age.patience)
         if events:
@@ -163,7 +163,7 @@ async def told(follower: Following[Written], run_id: int, age: Age) -> AsyncIter
         yield in_words(None, DONE, as_json({"run": run_id}))
 
 
-def encoded_event(event: Written, run_id: int) -> bytes:
+def encoded_event(event: StoredEvent, run_id: int) -> bytes:
     if event.encoded is None:
         event.encoded = in_words(event.seq, event.kind, event.as_json(run_id))
     return event.encoded

@@ -24,7 +24,7 @@ class Alive(BaseModel):
     status: Literal["alive"] = "alive"
 
 
-class Ready(BaseModel):
+class Backlog(BaseModel):
     status: Phase | Literal["unavailable"]
     reason: str | None = None
 
@@ -69,16 +69,16 @@ async def live() -> Alive:
     return Alive()
 
 
-@probes.get("/ready", response_model_exclude_none=True, responses={503: {"model": Ready}})
-async def ready(context: InContext, response: Response) -> Ready:
+@probes.get("/ready", response_model_exclude_none=True, responses={503: {"model": Backlog}})
+async def ready(context: InContext, response: Response) -> Backlog:
     """Say whether this instance should be sent requests."""
     course = context.course
     if course.phase is not Phase.READY:
-        answer = Ready(status=course.phase, reason=course.reason)
+        answer = Backlog(status=course.phase, reason=course.reason)
     elif obstacle := await context.readiness.obstacle():
-        answer = Ready(status="unavailable", reason=obstacle)
+        answer = Backlog(status="unavailable", reason=obstacle)
     else:
-        return Ready(status=Phase.READY)
+        return Backlog(status=Phase.READY)
     response.status_code = 503
     return answer
 

@@ -1,13 +1,13 @@
 """A request that is sent again is not done again: `Idempotency-Key`.
 
-The key of a request becomes the key of its run, taken in the transaction that inserts the run (`engine/trigger.py`):
-either both are there or neither. Sent again, it finds that run; sent again with another body, which its digest tells,
-it is refused.
+The key of a request becomes the key of its run, taken in the transaction that inserts the run
+(`engine/enqueue/trigger.py`): either both are there or neither. Sent again, it finds that run; sent again with another
+body, which its digest tells, it is refused.
 
     a second one while the first is at work    waits for its turn, up to `PATIENCE`, then is told to ask again
     the first one's instance dies              its transaction ends, and with it its turn and its key
     the answer is lost on its way              the client sends it again and has the same run
-    the connection to the database breaks      the instance does it again itself (`engine/confirm.py`)
+    the connection to the database breaks      the instance does it again itself (`engine/enqueue/confirm.py`)
 
 A batch has one key for many runs. Each run without a key of its own gets one made from it and from its place; a row
 beside those of its runs holds the digest of the whole, so that another batch is refused even if it has no action in
@@ -79,7 +79,7 @@ def digest(orders: Sequence[Order]) -> str:
     wanted = [
         [each.action, each.payload, each.key, each.run_at and each.run_at.timestamp(), each.priority]
         # Not where there is none: digests are compared with those of releases that did not know it.
-        + ([] if each.order_by is None else [each.order_by])
+        + ([] if each.ordering_key is None else [each.ordering_key])
         for each in orders
     ]
     return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()

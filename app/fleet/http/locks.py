@@ -1,4 +1,4 @@
-"""Locks over HTTP: who holds which, and an operator's way to end it (`cluster/holders.py`)."""
+"""Locks over HTTP: who holds which, and an operator's way to end it (`coordination/locks/admin.py`)."""
 
 from dataclasses import dataclass
 from typing import Annotated

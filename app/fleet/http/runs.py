@@ -1,7 +1,7 @@
 """Runs over HTTP: trigger many at once, see them, cancel one, have one tried again.
 
 A page of runs is a slice by id, newest first, and its cursor is the last id, written so that nobody takes it for one:
-runs that come or go meanwhile neither repeat nor hide others. What a list has of a run is in `engine/pages.py`.
+runs that come or go meanwhile neither repeat nor hide others. What a list has of a run is in `runs/pages.py`.
 """
 
 import base64

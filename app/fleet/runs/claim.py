@@ -8,7 +8,7 @@ either seen by that death or finds nobody to claim for.
 
 from typing import Any, TypeAlias
 
-from app.fleet.runs.feed import noted
+from app.fleet.runs.feed import feed_insert_sql
 
 Row: TypeAlias = tuple[Any, ...]
 
@@ -28,14 +28,14 @@ def taken(timeout: str, beside: str = "", matching: str = "true") -> str:
     WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND {matching}
     RETURNING r.*
 ), noted AS (
-    {noted("claimed", "'running'")}
+    {feed_insert_sql("claimed", "'running'")}
 )"""
 
 
 def row(priority: str = "priority") -> str:
     """Return the columns that a claim answers with: first what `Run` takes, then what the executor needs."""
     return f"""id, action_id, token, attempt, deaths, max_attempts, {priority}, trigger, scheduled_for, payload::text,
-       checkpoint::text, events, order_key, cancel_requested_at IS NOT NULL, run_at"""
+       checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at"""
 
 
 # The payloads and checkpoints of one claim, in bytes: one statement has them all, and its answer is read at once.

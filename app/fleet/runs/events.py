@@ -16,7 +16,7 @@ Changes of state draw their numbers from the same counter, in the statement that
 disagree with the row. Most of them are never written: that a run was made, began and ended is in its own row, and is
 read from there (`READ`). A claim or a completion costs nothing for being an event. Only a run that becomes pending
 *again* is about to lose what its row has of the attempt before; the statement that puts it back writes that
-(`write_down`).
+(`event_insert_sql`).
 """
 
 import json
@@ -96,11 +96,11 @@ def utc(instant: str) -> str:
     return f"""to_char({instant} AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
 
 
-# What `write_down` needs of a run that waits again, beside `ran` and `why`. Its counter has been moved by one.
+# What `event_insert_sql` needs of a run that waits again, beside `ran` and `why`. Its counter has been moved by one.
 KEPT = "r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.run_at"
 
 
-def write_down(back: str) -> str:
+def event_insert_sql(back: str) -> str:
     """Return the statement that writes that the runs of a CTE had begun, and that they are pending again.
 
     The CTE has the columns `KEPT`, `ran` (the number of the attempt that is over), and `why` it is over.
@@ -117,10 +117,10 @@ def write_down(back: str) -> str:
     """
 
 
-def write_down_end(back: str) -> str:
+def ended_event_insert_sql(back: str) -> str:
     """Return the statement that writes that runs of a CTE, rows of `finished_runs`, had ended and are pending again.
 
-    Events of an attempt that `write_down` has written already are left as they are.
+    Events of an attempt that `event_insert_sql` has written already are left as they are.
     """
     return f"""
     INSERT INTO {{schema}}.run_events (run_id, seq, kind, data, at)
@@ -156,7 +156,7 @@ EVENT_WEIGHT = 300
 
 
 @dataclass(slots=True)
-class Written:
+class StoredEvent:
     """An event as it is read."""
 
     seq: int
@@ -181,7 +181,7 @@ class Written:
         return f'{{"run":{run_id},"seq":{self.seq},"kind":{kind},"data":{self.text or "null"},"at":{at}}}'
 
 
-class Chapter(NamedTuple):
+class EventPage(NamedTuple):
     """What is new of a run: some of its events, in order, and whether there are more."""
 
     run_id: int
@@ -189,13 +189,13 @@ class Chapter(NamedTuple):
     # How many events it has by now, and whether the last of them is its end.
     total: int
     ended: bool
-    events: list[Written]
+    events: list[StoredEvent]
 
 
 # One statement, so one moment: a run that is moving to `finished_runs` is in one of them, never in both or none. What
 # stands in the row is made into the events it stands for; of a run that began again, `run_events` has the earlier ones.
 # A page of a run ends where it would get too heavy; what lies behind the gap is left for the next. A run that is being
-# pruned (`engine/retention.py`) is not there any more: some of its events may be gone.
+# pruned (`engine/maintenance/pruner.py`) is not there any more: some of its events may be gone.
 READ = Statement(f"""
 WITH wanted AS MATERIALIZED (
     SELECT * FROM unnest(%(runs)s::int8[], %(afters)s::int[]) AS w (id, after)
@@ -247,14 +247,14 @@ HEAVY = 262_144
 
 async def read_all(
     connection: Connection, namespace: Namespace, afters: Mapping[int, int], most: int = MOST
-) -> dict[int, Chapter]:
+) -> dict[int, EventPage]:
     """Return what is new of these runs after these numbers; a run that there is not (any more) is left out."""
     values = {"runs": array(afters), "afters": array(afters.values()), "most": most, "heavy": HEAVY}
-    chapters: dict[int, Chapter] = {}
+    chapters: dict[int, EventPage] = {}
     rows = await (await connection.execute(namespace.sql(READ), values)).fetchall()
     for run_id, action_id, total, ended, seq, kind, text, at in rows:
         if seq is None:
-            chapters[run_id] = Chapter(run_id, action_id, total, ended, [])
+            chapters[run_id] = EventPage(run_id, action_id, total, ended, [])
         elif seq == afters[run_id] + len(chapters[run_id].events) + 1:
-            chapters[run_id].events.append(Written(seq, kind, text, at))
+            chapters[run_id].events.append(StoredEvent(seq, kind, text, at))
     return chapters

@@ -1,10 +1,10 @@
 """The feed: every change of state of every run, numbered in one order that is the same at every instance.
 
-Each statement that changes the state of runs inserts one row for all of them (`noted`), in its own transaction. The row
-has no number yet, and no writer waits for another. Transactions commit in another order than they begin in, so a
-number drawn at the insert would be skipped by a reader that has already seen a higher one. Readers give the numbers
-afterwards, to the rows that are visible by then, one reader at a time (`Numbers`). A row that becomes visible later
-gets a later number: a client that has seen number n has seen every change up to n.
+Each statement that changes the state of runs inserts one row for all of them (`feed_insert_sql`), in its own
+transaction. The row has no number yet, and no writer waits for another. Transactions commit in another order than they
+begin in, so a number drawn at the insert would be skipped by a reader that has already seen a higher one. Readers give
+the numbers afterwards, to the rows that are visible by then, one reader at a time (`Numbers`). A row that becomes
+visible later gets a later number: a client that has seen number n has seen every change up to n.
 
 A change that follows another change of the same run is made by a transaction that began after the other's commit.
 Hence its row has the higher `id`, and no snapshot shows it without the other. Rows are therefore numbered in the order
@@ -52,7 +52,7 @@ MARKS = 100
 UNREAD = "unread"
 
 
-def noted(changed: str, state: str = "state", seq: str = "events") -> str:
+def feed_insert_sql(changed: str, state: str = "state", seq: str = "events") -> str:
     """Return the statement that adds the changed runs of a CTE: `id`, `action_id`, `attempt`, `instance`, and these."""
     return f"""
     INSERT INTO {{schema}}.feed (state, instance, many, runs, actions, seqs, attempts)

@@ -14,7 +14,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 PLACES = 200
 
 
-def tell(waiting: str) -> str:
+def notify_sql(waiting: str) -> str:
     """Return the statement that tells of the rows of a CTE with `action_id`, `priority` and `run_at`."""
     return f"""
     SELECT pg_notify('{{channel}}', 'runs:' || string_agg(place, ','))
@@ -28,7 +28,7 @@ def tell(waiting: str) -> str:
 """
 
 
-def heard(rest: str) -> Iterator[tuple[int, int, datetime]]:
+def parse_notification(rest: str) -> Iterator[tuple[int, int, datetime]]:
     """Read what comes after `runs:`: actions, priorities, and from when on runs wait there."""
     instants: dict[str, datetime] = {}
     for place in rest.split(","):

@@ -49,7 +49,7 @@ def listed(table: str, result: str, finished_at: str) -> str:
     return f"""
     SELECT r.id, a.name AS action, r.state, r.trigger,
            CASE WHEN r.payload IS NULL THEN '{{}}' WHEN short.payload THEN r.payload END AS payload,
-           r.scheduled_for, r.run_at, r.order_key AS order_by, r.attempt, r.max_attempts, r.instance,
+           r.scheduled_for, r.run_at, r.ordering_key, r.attempt, r.max_attempts, r.instance,
            CASE WHEN short.result THEN {result} END AS result,
            CASE WHEN short.error THEN r.error END AS error,
            CASE WHEN short.progress THEN r.progress END AS progress,

@@ -21,10 +21,10 @@ from app.fleet.db.statements import fetch
 from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.errors import RunNotReady, RunUnknown
 from app.fleet.runs import overlap
-from app.fleet.runs.end import INSERT_FINISHED, NEXT_OF_LINES, NOTE_ENDED
-from app.fleet.runs.events import write_down_end
-from app.fleet.runs.feed import noted
-from app.fleet.runs.notifications import tell
+from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_LINES
+from app.fleet.runs.events import ended_event_insert_sql
+from app.fleet.runs.feed import feed_insert_sql
+from app.fleet.runs.notifications import notify_sql
 
 State = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 Trigger = Literal["schedule", "api", "code"]
@@ -47,7 +47,7 @@ class RunRecord:
     payload: Any
     scheduled_for: datetime | None
     run_at: datetime
-    order_by: str | None
+    ordering_key: str | None
     attempt: int
     max_attempts: int
     instance: str | None
@@ -61,7 +61,7 @@ class RunRecord:
 
 ACTIVE_COLUMNS = """
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
-r.order_key AS order_by, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
+r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
 r.created_at, r.started_at, NULL::timestamptz AS finished_at
 """
 FINISHED_COLUMNS = ACTIVE_COLUMNS.replace("NULL::json AS", "r.").replace("NULL::timestamptz AS", "r.")
@@ -80,9 +80,9 @@ WITH gone AS (
     WHERE id = %(id)s AND state = 'pending'
     RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, while it waited' AS ended_by
 ), noted AS (
-    {NOTE_ENDED}
+    {FEED_INSERT_ENDED}
 ), told AS (
-    {tell(NEXT_OF_LINES)}
+    {notify_sql(NEXT_OF_LINES)}
 ), ended AS (
     {INSERT_FINISHED}RETURNING *
 )
@@ -117,25 +117,26 @@ WITH back AS (
     DELETE FROM {{schema}}.finished_runs WHERE {which} RETURNING *
 ), added AS (
     INSERT INTO {{schema}}.runs (
-        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, order_key,
+        id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, ordering_key,
         payload, checkpoint, progress, error, events, created_at
     )
     SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
-           order_key, payload, checkpoint, progress, error, events + 1, created_at
+           ordering_key, payload, checkpoint, progress, error, events + 1, created_at
     FROM back
     RETURNING *
 ), written AS (
-    {write_down_end("back")}
+    {ended_event_insert_sql("back")}
 ), noted AS (
-    {noted("added", "'pending'")}
+    {feed_insert_sql("added", "'pending'")}
 ), told AS (
-    {tell("added")}
+    {notify_sql("added")}
 )
 {then}
 """
 
 
-# One that is being pruned (`retention.py`) has an `expires_at` of the epoch, and may have lost events already.
+# One that is being pruned (`engine/maintenance/pruner.py`) has an `expires_at` of the epoch, and may have lost events
+# already.
 REVIVE = Statement(
     revive(
         "id = %(id)s AND state IN ('failed', 'cancelled') AND expires_at > 'epoch'",
@@ -189,7 +190,7 @@ WITH hurried AS (
     WHERE id = %(id)s AND state = 'pending' AND run_at > clock_timestamp()
     RETURNING *
 ), told AS (
-    {tell("hurried")}
+    {notify_sql("hurried")}
 )
 SELECT {ACTIVE_COLUMNS}
 FROM hurried AS r

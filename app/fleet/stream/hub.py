@@ -30,11 +30,11 @@ from typing import Generic, TypeVar
 
 import psycopg
 
-from app.fleet.background import Service, let_go, woken
+from app.fleet.background import Service, cancel_and_wait, wait_for_event
 from app.fleet.db.pool import Connection, Database, DatabaseAway
 from app.fleet.errors import DatabaseError, EventUnknown, FeedOff, RunUnknown
 from app.fleet.runs import feed
-from app.fleet.runs.events import MOST, Chapter, Written, read_all
+from app.fleet.runs.events import MOST, EventPage, StoredEvent, read_all
 from app.fleet.runs.feed import Batch, Given
 from app.fleet.stream.channel import Channel, Following, Numbered, Page, Turns
 from app.fleet.stream.relay import STILL, Relay
@@ -92,7 +92,7 @@ class Joint(Generic[Asked, Answer]):
             raise DatabaseAway("the database takes too long to answer; try again shortly") from None
 
     async def stop(self) -> None:
-        await let_go(self._task)
+        await cancel_and_wait(self._task)
         stopped = DatabaseAway("this instance is stopping; try again at another")
         self._refuse([each for waiting in self._waiting.values() for each in waiting], stopped)
 
@@ -124,13 +124,13 @@ class Joint(Generic[Asked, Answer]):
                 each.exception()
 
 
-class RunChannel(Channel[Written]):
-    def __init__(self, chapter: Chapter, after: int, turns: Turns) -> None:
+class RunChannel(Channel[StoredEvent]):
+    def __init__(self, chapter: EventPage, after: int, turns: Turns) -> None:
         super().__init__(after, turns)
         self.action_id = chapter.action_id
         self.hear(chapter)
 
-    def hear(self, chapter: Chapter) -> None:
+    def hear(self, chapter: EventPage) -> None:
         last = chapter.events[-1].seq if chapter.events else self.read
         self.take(chapter.events, complete=chapter.ended and last >= chapter.total)
 
@@ -174,7 +174,7 @@ class Hub(Service):
     # -- for followers ------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def follow(self, run_id: int, after: int = 0) -> AsyncIterator[Following[Written]]:
+    async def follow(self, run_id: int, after: int = 0) -> AsyncIterator[Following[StoredEvent]]:
         """Follow a run from after that number on; refuse what cannot be followed."""
         channel = self._runs.get(run_id)
         # One that is complete may be so no longer: the run may have been retried.
@@ -295,15 +295,15 @@ class Hub(Service):
             await self._learn(connection)
         return dict.fromkeys(asked)
 
-    async def _read_page(self, asked: Collection[tuple[int, int]]) -> dict[tuple[int, int], Sequence[Written]]:
-        found: dict[tuple[int, int], Sequence[Written]] = {}
+    async def _read_page(self, asked: Collection[tuple[int, int]]) -> dict[tuple[int, int], Sequence[StoredEvent]]:
+        found: dict[tuple[int, int], Sequence[StoredEvent]] = {}
         async with self._paging:
             for run_id, after in asked:
                 if chapter := (await self._chapters({run_id: after})).get(run_id):
                     found[run_id, after] = chapter.events
         return found
 
-    async def _chapters(self, wanted: Mapping[int, int], most: int = MOST) -> dict[int, Chapter]:
+    async def _chapters(self, wanted: Mapping[int, int], most: int = MOST) -> dict[int, EventPage]:
         self.reads += 1
         async with self._database.autocommit() as connection:
             return await read_all(connection, self._database.namespace, wanted, most)
@@ -384,7 +384,7 @@ class Hub(Service):
 
     async def _stop(self) -> None:
         for task in self._tasks:
-            await let_go(task)
+            await cancel_and_wait(task)
         await self._beginning.stop()
         await self._beginning_feed.stop()
         await self._naming.stop()
@@ -417,7 +417,7 @@ class Hub(Service):
                     await asyncio.sleep(AFTER_DEFECT)
                 await asyncio.sleep(SPACING)
             else:
-                await woken(self._wake, max(0.0, due - loop.time()))
+                await wait_for_event(self._wake, max(0.0, due - loop.time()))
 
     async def _read_runs(self) -> None:
         dirty = [run_id for run_id in self._dirty if run_id in self._runs]

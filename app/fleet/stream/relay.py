@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 
 import psycopg
 
-from app.fleet.background import Service, let_go
+from app.fleet.background import Service, cancel_and_wait
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.errors import DatabaseError
@@ -73,7 +73,7 @@ class Relay(Service):
         self._task = asyncio.create_task(self._send_for_ever(), name="relay")
 
     async def _stop(self) -> None:
-        await let_go(self._task)
+        await cancel_and_wait(self._task)
 
     async def _send_for_ever(self) -> None:
         while True:

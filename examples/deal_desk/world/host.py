@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 
 import uvicorn
 
-from app.fleet import Held, singleton
+from app.fleet import HeldLock, singleton
 from examples.deal_desk.settings import World, world
 from examples.deal_desk.world.app import Upstreams, create_world
 from examples.deal_desk.world.appearing import Publisher
@@ -29,7 +29,7 @@ class Guest(uvicorn.Server):
 
 
 @singleton("deal-desk-world")
-async def host_world(_: Held) -> None:
+async def host_world(_: HeldLock) -> None:
     if world.url is not None:
         # Somebody else has it. Whoever returned would have another turn.
         await asyncio.Event().wait()

@@ -1,8 +1,8 @@
 """Locks with a name, held by one task in the whole cluster, each time with a token that nobody had before.
 
     async with lock("reports", ttl="10s", wait="30s") as held:
-        async with session() as transaction:
-            await held.guard(transaction)       # commits only while the lock is ours
+        async with transaction() as session:
+            await held.guard(session)       # commits only while the lock is ours
             …
 
 A lock is a row of `service_locks`. The row outlives the lock, so that its token only ever grows. It is free when nobody
@@ -64,7 +64,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import psycopg
 
-from app.fleet.background import Service, let_go, woken
+from app.fleet.background import Service, cancel_and_wait, wait_for_event
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import BATCH, Identity, Session
@@ -99,7 +99,7 @@ from app.fleet.telemetry.logs import events, request_id
 Answer = TypeVar("Answer")
 OnLoss = Literal["cancel", "tell"]
 
-# What the names of the fleet's own begin with (`singletons.py`).
+# What the names of the fleet's own begin with (`coordination/singletons.py`).
 RESERVED = "singleton:"
 # A holder gives up on its own `PATIENCE` after its last heartbeat; nobody else may be let in before that.
 TTL_LEAST = 3.0
@@ -119,7 +119,7 @@ AFTER_DEFECT = 1.0
 log = events(__name__)
 
 
-class Held:
+class HeldLock:
     """A lock while it is held: its token, and the news of its loss."""
 
     def __init__(self, locks: "Locks", me: Identity, name: str, token: int, ttl: float, sent: float) -> None:
@@ -208,11 +208,11 @@ class Waiting:
 
 
 # What this task, and those that it was started by, hold.
-holding: ContextVar[tuple[Held, ...]] = ContextVar("flotilla_locks", default=())
+holding: ContextVar[tuple[HeldLock, ...]] = ContextVar("flotilla_locks", default=())
 
 
 @asynccontextmanager
-async def ended_with(held: Held, on_loss: OnLoss) -> AsyncIterator[None]:
+async def ended_with(held: HeldLock, on_loss: OnLoss) -> AsyncIterator[None]:
     """Cancel the block if the lock is lost, and say so."""
     body = asyncio.timeout(None)
     try:
@@ -225,7 +225,7 @@ async def ended_with(held: Held, on_loss: OnLoss) -> AsyncIterator[None]:
         raise
 
 
-def gone(held: Held) -> LockLost:
+def gone(held: HeldLock) -> LockLost:
     why = held.why_lost or "it was taken over"
     return LockLost(f"the lock {held.name!r}, with the token {held.token}, was lost: {why}")
 
@@ -243,7 +243,7 @@ class Locks(Service):
         self._database = database
         self._member = member
         self._sql = database.namespace.sql
-        self._held: dict[tuple[str, int], Held] = {}
+        self._held: dict[tuple[str, int], HeldLock] = {}
         self._waiting: dict[int, Waiting] = {}
         # Each name and token from its taking to the end of its release, also of a lock that was lost meanwhile.
         self._unreleased: set[tuple[str, int]] = set()
@@ -276,7 +276,7 @@ class Locks(Service):
     # -- taking and releasing -----------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def hold(self, wanted: Wanted, wait: float | None, on_loss: OnLoss) -> AsyncIterator[Held]:
+    async def hold(self, wanted: Wanted, wait: float | None, on_loss: OnLoss) -> AsyncIterator[HeldLock]:
         """Hold a lock while the block lasts. Its loss ends the block, unless it is only to be told."""
         mine = tuple(held for held in holding.get() if held.active)
         if any(held.name == wanted.name for held in mine):
@@ -291,7 +291,7 @@ class Locks(Service):
         if on_loss == "cancel" and not still_ours:
             raise gone(held)
 
-    async def take(self, wanted: Wanted, wait: float | None) -> Held:
+    async def take(self, wanted: Wanted, wait: float | None) -> HeldLock:
         """Take a lock, or wait for it for so long."""
         try:
             async with asyncio.timeout(wait or None):
@@ -308,13 +308,13 @@ class Locks(Service):
             pass
         raise LockTaken(await self._who_has(wanted.name, wait))
 
-    async def release(self, held: Held) -> bool:
+    async def release(self, held: HeldLock) -> bool:
         """Release it, and pass it on; false if it was not ours any more."""
         held.over = True
         self._held.pop((held.name, held.token), None)
         return await asyncio.shield(self._errand(self._release(held)))
 
-    async def guard(self, held: Held, place: Place) -> None:
+    async def guard(self, held: HeldLock, place: Place) -> None:
         values = {"name": held.name, "token": held.token, "me": held.me.id}
         if held.over or not await fetch(place, self._sql(GUARD), values):
             self.refused += 1
@@ -325,17 +325,17 @@ class Locks(Service):
                 f"{held.token} can be written"
             )
 
-    async def _take(self, wanted: Wanted, me: Identity) -> Held | None:
+    async def _take(self, wanted: Wanted, me: Identity) -> HeldLock | None:
         """Take it if it is free; if the caller has gone meanwhile, it is released again."""
         return await self._to_its_end(self._try_to_take(wanted, me), lambda held: self._errand(self.release(held)))
 
-    async def _try_to_take(self, wanted: Wanted, me: Identity) -> Held | None:
+    async def _try_to_take(self, wanted: Wanted, me: Identity) -> HeldLock | None:
         with self._settling(wanted.name):
             sent = clock()
             rows = await self._fetch(TAKE, {"name": wanted.name, **self._holder(wanted, me)})
             return self._hold(wanted, me, rows[0][0], sent) if rows else None
 
-    async def _wait(self, wanted: Wanted, me: Identity) -> Held | None:
+    async def _wait(self, wanted: Wanted, me: Identity) -> HeldLock | None:
         """Stand in the queue; None if that has come to nothing, and is to be tried again."""
         waiting = await self._to_its_end(self._enter_queue(wanted, me), self._leave_queue)
         if waiting is None:
@@ -366,15 +366,15 @@ class Locks(Service):
         del self._waiting[waiting.id]
         self._errand(self._stop_waiting(waiting))
 
-    async def _confirm(self, wanted: Wanted, me: Identity, token: int) -> Held | None:
+    async def _confirm(self, wanted: Wanted, me: Identity, token: int) -> HeldLock | None:
         """Renew what we were let into: the news of it may be old."""
         sent = clock()
         values = {"names": [wanted.name], "tokens": [token], "me": me.id}
         rows = await self._fetch(RENEW, values)
         return self._hold(wanted, me, token, sent) if rows and rows[0][2] else None
 
-    def _hold(self, wanted: Wanted, me: Identity, token: int, sent: float) -> Held | None:
-        held = Held(self, me, wanted.name, token, wanted.ttl, sent)
+    def _hold(self, wanted: Wanted, me: Identity, token: int, sent: float) -> HeldLock | None:
+        held = HeldLock(self, me, wanted.name, token, wanted.ttl, sent)
         if self._member.identity != me:
             # Taken by who we were: that one's death has released it, or will.
             return None
@@ -383,7 +383,7 @@ class Locks(Service):
         self._any_held.set()
         return held
 
-    async def _release(self, held: Held) -> bool:
+    async def _release(self, held: HeldLock) -> bool:
         values = {"name": held.name, "token": held.token, "me": held.me.id}
         try:
             with self._settling(held.name):
@@ -400,7 +400,7 @@ class Locks(Service):
         self._errand(self._pass_on_later(held))
         return True
 
-    async def _pass_on_later(self, held: Held) -> None:
+    async def _pass_on_later(self, held: HeldLock) -> None:
         """Pass a lock on that was let go while a transaction was guarded by it; until then ever more rarely."""
         gap = LOOK_FIRST
         values = {"name": held.name, "token": held.token}
@@ -437,7 +437,7 @@ class Locks(Service):
             self._anyone_waits.clear()
             next_look = min((each.look_at for each in self._waiting.values()), default=None)
             now = asyncio.get_running_loop().time()
-            await woken(self._anyone_waits, None if next_look is None else max(0.0, next_look - now))
+            await wait_for_event(self._anyone_waits, None if next_look is None else max(0.0, next_look - now))
 
     async def _look(self, due: Sequence[Waiting]) -> None:
         """See what no notification told."""
@@ -514,7 +514,7 @@ class Locks(Service):
             if token is None:
                 await self._fetch(STOP_WAITING, {"waiter": waiter})
             else:
-                await self._release(Held(self, me, name, token, 0.0, 0.0))
+                await self._release(HeldLock(self, me, name, token, 0.0, 0.0))
         return bool(strays)
 
     # -- those that are held ------------------------------------------------------------------------------------------
@@ -557,7 +557,7 @@ class Locks(Service):
         if missed:
             self._compare(session, me, missed)
 
-    def _compare(self, session: Session, me: Identity, missed: Sequence[Held]) -> None:
+    def _compare(self, session: Session, me: Identity, missed: Sequence[HeldLock]) -> None:
         """See whether somebody was let in while one of ours still acted as holder, and write it down.
 
         That must not happen; so somebody changed the rows by hand, a clock stood still, or this file is wrong.
@@ -575,7 +575,7 @@ class Locks(Service):
             found = {"name": name, "token": token, "instance": me.name, "other_token": other_token, "other": other}
             session.execute(self._sql(NOTE_OVERLAP), found)
 
-    def _lose(self, held: Held, why: str) -> None:
+    def _lose(self, held: HeldLock, why: str) -> None:
         if self._held.pop((held.name, held.token), None) is not None:
             self.lost += 1
             log.warning("lock.lost", lock=held.name, token=held.token, reason=why)
@@ -629,7 +629,7 @@ class Locks(Service):
 
     async def _stop(self) -> None:
         for task in [*self._tasks, *self._errands]:
-            await let_go(task)
+            await cancel_and_wait(task)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

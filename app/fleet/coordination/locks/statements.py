@@ -1,4 +1,4 @@
-"""Locks as rows: the statements that take one, pass it on, renew it and guard by it (`locks.py` says what for).
+"""Locks as rows: the statements that take one, pass it on, renew it and guard by it (`lock.py` says what for).
 
 Each is a transaction by itself, and says what it did by the rows it returns.
 
@@ -23,7 +23,7 @@ FREE = """(
     OR EXISTS (SELECT FROM {schema}.instances AS g WHERE g.id = l.instance_id AND g.state = 'gone')
 )"""
 
-# Whoever declares this instance gone waits for this to commit, and then finds what it took (as in `claim.py`).
+# Whoever declares this instance gone waits for this to commit, and then finds what it took (as in `runs/claim.py`).
 ALIVE = "SELECT id FROM {schema}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE"
 
 HOLDER = """instance_id = %(me)s, instance = %(instance)s, hostname = %(hostname)s, pid = %(pid)s, holder = %(holder)s,

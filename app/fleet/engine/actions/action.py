@@ -53,7 +53,7 @@ class Action(Generic[P]):
     overlap: Overlap = "allow"
     retries: int = 3
     retry_delay: float = 1.0
-    retry_most: float = 600.0
+    max_retry_delay: float = 600.0
     timeout: float = 3600.0
     concurrency: int | None = None
     rate: Rate | None = None
@@ -160,7 +160,7 @@ def action(
     overlap: Overlap = "allow",
     retries: int = 3,
     retry_delay: Duration = "1s",
-    retry_most: Duration = "10m",
+    max_retry_delay: Duration = "10m",
     timeout: Duration = "1h",
     concurrency: int | None = None,
     rate: str | None = None,
@@ -181,7 +181,7 @@ def action(
                 overlap=overlap,
                 retries=retries,
                 retry_delay=positive("retry_delay", retry_delay),
-                retry_most=positive("retry_most", retry_most),
+                max_retry_delay=positive("max_retry_delay", max_retry_delay),
                 timeout=positive("timeout", timeout),
                 concurrency=concurrency,
                 rate=None if rate is None else Rate.parse(rate),

@@ -7,8 +7,9 @@ of those that ended, those that run, and, of those that wait, the one at the end
 An action that nobody's code has any more is `vanished`: it keeps its runs and its pause, and nobody schedules or claims
 it. What only code knows, its summary, is known for the actions of this instance.
 
-Pausing writes to the action's row, which the scheduler locks while it makes the run of a slot (`scheduler.py`): its
-transaction has committed by then, or sees the pause. A claim that is under way at that moment may still start runs.
+Pausing writes to the action's row, which the scheduler locks while it makes the run of a slot
+(`dispatch/scheduler.py`): its transaction has committed by then, or sees the pause. A claim that is under way at that
+moment may still start runs.
 
 Both are short transactions of their own, because claims and the scheduler leave an action alone whose row is locked.
 
@@ -32,7 +33,7 @@ from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
 from app.fleet.engine.dispatch.claim import SHORT
 from app.fleet.errors import ActionUnknown
 from app.fleet.runs import pages
-from app.fleet.runs.notifications import tell
+from app.fleet.runs.notifications import notify_sql
 from app.fleet.runs.pages import ListedRun
 
 ActionState = Literal["active", "paused", "vanished"]
@@ -163,7 +164,7 @@ WITH waiting AS (
     ) AS w
     WHERE a.id = %(id)s
 )
-{tell("waiting")}
+{notify_sql("waiting")}
 """)
 
 ID = Statement("SELECT id FROM {schema}.actions WHERE name = %(name)s")

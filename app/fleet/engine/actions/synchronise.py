@@ -3,7 +3,7 @@
 Two statements: one adds the actions that the database does not have, in the order of their names; one changes those
 that were declared otherwise before, in the order of their ids, as everywhere. So instances that start together wait for
 each other and never in a circle. The scheduler and claims never wait for an action's row, so neither can be
-part of a circle. A start that the server ends for a deadlock all the same is repeated (`engine.py`).
+part of a circle. A start that the server ends for a deadlock all the same is repeated (`engine/engine.py`).
 
 Only a new action draws an id: ids have 28 bits and are never reused.
 
@@ -135,7 +135,7 @@ def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:
         "rate_burst": None if action.rate is None else action.rate.burst,
         "next_run_at": None if schedule is None else schedule.after(now).isoformat(),
         "retry_delay": action.retry_delay,
-        "max_retry_delay": action.retry_most,
+        "max_retry_delay": action.max_retry_delay,
         "anchored": schedule is not None and schedule.every is not None,
     }
 

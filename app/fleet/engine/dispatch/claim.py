@@ -11,8 +11,8 @@ of the commit, and holds them until then:
   its own, because a statement sees what was committed when it began. That makes both exact, and claims of one such
   action take turns.
 
-Where to look is kept in memory (`Ready`), by action and priority: told by notifications, by our own retries, and by
-the poll, which asks the database which there are (`lookout.py`). Nothing depends on it but speed.
+Where to look is kept in memory (`Backlog`), by action and priority: told by notifications, by our own retries, and by
+the poll, which asks the database which there are (`maintenance/reconciler.py`). Nothing depends on it but speed.
 
 Each place has a floor: an instant before which nothing is waiting there. An index keeps the entries of runs that have
 left until vacuum removes them, which a single open snapshot anywhere in the database delays for as long as it lives;
@@ -25,7 +25,7 @@ When very many become due at once, instances that all looked at all places would
 Each has a part of the places then, by the action's id, and leaves the others' for `LATER`. How many parts there are,
 and which is ours, is what the lookout last saw; where that is wrong, somebody's part waits for that long.
 
-Runs in lines wait at a place of their own, and are claimed by a statement of their own (`lines.py`), under the same
+Runs in lines wait at a place of their own, and are claimed by a statement of their own (`ordered.py`), under the same
 three conditions.
 
 One order holds for all of them, limited or not, in lines or not: the highest priority first, and within a priority the
@@ -36,7 +36,7 @@ The floor does not hold for an action with `concurrency`: each claim counts what
 the entries of runs that have ended until vacuum removes them. Under a snapshot that is held for long, that count takes
 about 6 ms for every 100,000 runs of the action that ended meanwhile. An action with a `rate` alone counts nothing.
 
-A claim has `HEAVY` bytes of payloads and checkpoints at the most (`taking.py`); what it had to leave is claimed next.
+A claim has `HEAVY` bytes of payloads and checkpoints at the most (`claim.py`); what it had to leave is claimed next.
 
 Lock order: instance, actions by id, runs.
 """
@@ -59,7 +59,7 @@ from app.fleet.db.pool import Connection
 from app.fleet.db.statements import array
 from app.fleet.engine.actions.action import PAYLOAD_MOST, Action, Catalogue
 from app.fleet.engine.dispatch import ordered
-from app.fleet.engine.dispatch.ordered import LINES, Ring
+from app.fleet.engine.dispatch.ordered import LINES, ScanCursor
 from app.fleet.engine.execute.run import STATE_MOST
 from app.fleet.runs.claim import (
     ACTION,
@@ -185,7 +185,7 @@ Told: TypeAlias = tuple[int, int, datetime]
 
 
 @dataclass
-class Spot:
+class Queue:
     """What is known of one action and priority."""
 
     floor: datetime = LONG_AGO
@@ -196,18 +196,18 @@ class Spot:
     # At which it is claimed.
     priority: int = 0
     # Of the lines of an action, where the looks at them are.
-    ring: Ring | None = None
+    ring: ScanCursor | None = None
 
 
 # What is due: a place, and what is known of it.
-Due: TypeAlias = tuple[Place, Spot]
+Due: TypeAlias = tuple[Place, Queue]
 
 
 class Wanted(NamedTuple):
     """A place to claim from, and how many at the most."""
 
     place: Place
-    spot: Spot
+    spot: Queue
     most: int
     # After as many, which the same claim has wanted of it already.
     passed: int = 0
@@ -234,13 +234,13 @@ class Clock:
         return self.when + (instant - self.at).total_seconds()
 
 
-class Ready:
+class Backlog:
     """Where runs may be waiting."""
 
     def __init__(self, catalogue: Catalogue, clock: Clock) -> None:
         self._catalogue = catalogue
         self._clock = clock
-        self._spots: dict[Place, Spot] = {}
+        self._spots: dict[Place, Queue] = {}
         # Our part of the places, and how many parts there are.
         self.part = (0, 1)
         # What was told while a claim was under way, whose answer cannot know it.
@@ -276,11 +276,11 @@ class Ready:
         if self._told is not None:
             self._told[place] = min(run_at, self._told.get(place, run_at))
 
-    def tell_ended(self, action_id: int, order_by: str) -> None:
+    def tell_ended(self, action_id: int, ordering_key: str) -> None:
         """A run of that line has ended here; the next one may be waiting."""
         spot = self._spots.get((action_id, LINES))
         if spot is not None and spot.ring is not None:
-            spot.ring.ask([order_by])
+            spot.ring.ask([ordering_key])
 
     def wait(self, place: Place, due: float) -> None:
         """Look there again at that time: a limit stands in the way until then."""
@@ -290,7 +290,7 @@ class Ready:
             spot.ring.ended.clear()
             spot.ring.begin()
 
-    def rest(self, spot: Spot, until: float) -> None:
+    def rest(self, spot: Queue, until: float) -> None:
         """Look at no lines before that but those that are asked for."""
         assert spot.ring is not None
         spot.ring.rests_until = until
@@ -349,17 +349,17 @@ class Ready:
             due = max(now, self._clock.loop_time(run_at))
             spot.due = due if spot.due is None else min(spot.due, due)
 
-    def _new(self, place: Place, action: Action[Any], run_at: datetime) -> Spot:
+    def _new(self, place: Place, action: Action[Any], run_at: datetime) -> Queue:
         if place[1] == LINES:
-            return Spot(floor=run_at, priority=action.priority, ring=Ring())
-        return Spot(floor=run_at, priority=place[1])
+            return Queue(floor=run_at, priority=action.priority, ring=ScanCursor())
+        return Queue(floor=run_at, priority=place[1])
 
 
 class Claimant:
     """Claims for one instance, through whatever connection it is given."""
 
     def __init__(self, namespace: Namespace, catalogue: Catalogue, clock: Clock) -> None:
-        self.ready = Ready(catalogue, clock)
+        self.ready = Backlog(catalogue, clock)
         # Limits go by the table. Our code may not know of one that a newer release has declared; until the lookout
         # has told, such an action is left to others.
         self.limited: set[int] = set()
@@ -541,7 +541,7 @@ class Claimant:
         return rows
 
     async def _take_heads_of(
-        self, connection: Connection, me: Identity, place: Place, spot: Spot, most: int, now: float, *, counted: bool
+        self, connection: Connection, me: Identity, place: Place, spot: Queue, most: int, now: float, *, counted: bool
     ) -> list[Row]:
         assert spot.ring is not None
         asked_at = self.clock.instant(now)
@@ -624,7 +624,7 @@ class Claimant:
     def _is_mixed(self, group: Sequence[Due]) -> bool:
         return any(self._is_special(place, spot) for place, spot in group)
 
-    def _is_special(self, place: Place, spot: Spot) -> bool:
+    def _is_special(self, place: Place, spot: Queue) -> bool:
         return spot.ring is not None or self._is_limited(place[0])
 
     def _is_limited(self, identifier: int) -> bool:

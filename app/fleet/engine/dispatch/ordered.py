@@ -1,4 +1,4 @@
-"""Lines: the runs of one action with the same `order_by`, which run one after another, in the order of their ids.
+"""Lines: the runs of one action with the same `ordering_key`, which run one after another, in the order of their ids.
 
 A line is nothing but its rows. Its head is the lowest id of all its runs that have not ended, whatever state that is
 in. A run may be claimed if it is the head of its line, is pending and due, and nothing of its line is running. So a
@@ -23,7 +23,7 @@ that tell of places tell of lines. What priority they were given decides nothing
 
     failure                                      what happens
     the instance dies with a run of a line       the line waits until it is taken back, and then for that run
-    the claim's answer is lost                   the same: the run is put back (`lookout.py`)
+    the claim's answer is lost                   the same: the run is put back (`maintenance/reconciler.py`)
     a notification is lost                       the lookout sees that runs of lines wait, two seconds later
     the head is locked by somebody               the line is left alone, and found by the next look
     a look was out of date                       refused by the unique index; looked at again after `AGAIN`
@@ -59,9 +59,9 @@ AGAIN = 0.01
 REST = 0.02
 
 
-def apart(priority: int, order_by: str | None) -> int:
+def apart(priority: int, ordering_key: str | None) -> int:
     """Return what is stored as the priority of a run."""
-    return priority if order_by is None else priority - APART
+    return priority if ordering_key is None else priority - APART
 
 
 def place_of(priority: int) -> int:
@@ -75,7 +75,7 @@ JUDGED = """
             WHEN h.state = 'pending' AND h.run_at <= statement_timestamp() THEN (
                 SELECT true
                 FROM {schema}.runs AS o
-                WHERE o.action_id = %(action)s::int AND o.order_key = h.order_key AND o.state = 'running'
+                WHERE o.action_id = %(action)s::int AND o.ordering_key = h.ordering_key AND o.state = 'running'
                 LIMIT 1
             ) IS NULL
             ELSE false
@@ -96,27 +96,27 @@ WITH RECURSIVE {ME}, open AS MATERIALIZED (
            NULL::int8 AS head, NULL::timestamptz AS later
     FROM open
     UNION ALL
-    SELECT n.order_key, n.wrapped, l.looked + 1, l.found + n.free::int, CASE WHEN n.free THEN n.id END, n.later
+    SELECT n.ordering_key, n.wrapped, l.looked + 1, l.found + n.free::int, CASE WHEN n.free THEN n.id END, n.later
     FROM line AS l, LATERAL (
-        SELECT h.id, h.order_key, h.wrapped, {JUDGED}
+        SELECT h.id, h.ordering_key, h.wrapped, {JUDGED}
         FROM (
             (
                 SELECT *
                 FROM (
-                    SELECT id, order_key, state, run_at, l.wrapped
+                    SELECT id, ordering_key, state, run_at, l.wrapped
                     FROM {{schema}}.runs
-                    WHERE action_id = %(action)s::int AND order_key > l.key
-                    ORDER BY order_key, id
+                    WHERE action_id = %(action)s::int AND ordering_key > l.key
+                    ORDER BY ordering_key, id
                     LIMIT 1
                 ) AS next
-                WHERE NOT l.wrapped OR order_key <= %(start)s::text
+                WHERE NOT l.wrapped OR ordering_key <= %(start)s::text
             )
             UNION ALL
             (
-                SELECT id, order_key, state, run_at, true
+                SELECT id, ordering_key, state, run_at, true
                 FROM {{schema}}.runs
-                WHERE NOT l.wrapped AND action_id = %(action)s::int AND order_key <= %(start)s::text
-                ORDER BY order_key, id
+                WHERE NOT l.wrapped AND action_id = %(action)s::int AND ordering_key <= %(start)s::text
+                ORDER BY ordering_key, id
                 LIMIT 1
             )
             LIMIT 1
@@ -126,9 +126,9 @@ WITH RECURSIVE {ME}, open AS MATERIALIZED (
 ), ended AS MATERIALIZED (
     SELECT h.id, {JUDGED}
     FROM open, unnest(%(keys)s::text[]) AS k (key), LATERAL (
-        SELECT id, order_key, state, run_at
+        SELECT id, ordering_key, state, run_at
         FROM {{schema}}.runs
-        WHERE action_id = %(action)s::int AND order_key = k.key
+        WHERE action_id = %(action)s::int AND ordering_key = k.key
         ORDER BY id
         LIMIT 1
     ) AS h
@@ -161,7 +161,7 @@ CAME = 6
 
 
 @dataclass
-class Ring:
+class ScanCursor:
     """Where the looks at an action's lines are: they go round, from line to line, by their keys."""
 
     # The line that was looked at last; none has an empty key.
@@ -201,7 +201,7 @@ async def claim(
     connection: Connection,
     namespace: Namespace,
     me: Identity,
-    ring: Ring,
+    ring: ScanCursor,
     *,
     action: int,
     timeout: float,

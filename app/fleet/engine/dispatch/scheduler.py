@@ -36,7 +36,7 @@ from typing import Any
 
 import psycopg
 
-from app.fleet.background import Service, let_go, woken
+from app.fleet.background import Service, cancel_and_wait, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Lock, Statement
 from app.fleet.db.pool import Connection, Database
@@ -45,9 +45,9 @@ from app.fleet.engine.actions.action import Catalogue
 from app.fleet.engine.actions.schedule import Schedule
 from app.fleet.engine.dispatch.claim import SHORT, Clock
 from app.fleet.errors import DatabaseError
-from app.fleet.lifecycle import Course
-from app.fleet.runs.feed import noted
-from app.fleet.runs.notifications import tell
+from app.fleet.lifecycle import Lifecycle
+from app.fleet.runs.feed import feed_insert_sql
+from app.fleet.runs.notifications import notify_sql
 from app.fleet.runs.overlap import active_run
 from app.fleet.telemetry.logs import events
 
@@ -110,9 +110,9 @@ WITH slots AS MATERIALIZED (
     JOIN {{schema}}.actions AS a ON a.id = s.action_id
     RETURNING id, action_id, priority, run_at, events, attempt, instance
 ), noted AS (
-    {noted("added", "'pending'")}
+    {feed_insert_sql("added", "'pending'")}
 ), told AS (
-    {tell("added")}
+    {notify_sql("added")}
 )
 SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
 """)
@@ -139,7 +139,7 @@ class Scheduler(Service):
         database: Database,
         member: Member,
         catalogue: Catalogue,
-        course: Course,
+        course: Lifecycle,
         clock: Clock,
         on_rush: Callable[[bool], None] = lambda _: None,
     ) -> None:
@@ -177,7 +177,7 @@ class Scheduler(Service):
         self._task = asyncio.create_task(self._schedule_for_ever(), name="scheduler")
 
     async def _stop(self) -> None:
-        await let_go(self._task)
+        await cancel_and_wait(self._task)
         await self._lane.close()
 
     async def _schedule_for_ever(self) -> None:
@@ -186,9 +186,9 @@ class Scheduler(Service):
             self._wake.clear()
             behind = 0.0 if self._member.leading else BACK_UP
             if self._due is None or not self._may_schedule():
-                await woken(self._wake, None if self._may_schedule() else BACK_UP)
+                await wait_for_event(self._wake, None if self._may_schedule() else BACK_UP)
             elif (left := self._due + behind - loop.time()) > 0:
-                await woken(self._wake, left)
+                await wait_for_event(self._wake, left)
             else:
                 self._due = None
                 try:

@@ -13,10 +13,10 @@ from typing import Any
 
 from app.fleet.engine.enqueue.trigger import here
 from app.fleet.errors import RunFailed, RunUnknown
-from app.fleet.runs.events import STATE, Written
+from app.fleet.runs.events import STATE, StoredEvent
 
 
-async def follow(run_id: int, after: int = 0) -> AsyncIterator[Written]:
+async def follow(run_id: int, after: int = 0) -> AsyncIterator[StoredEvent]:
     """Yield what became of a run after that event, and then whatever becomes of it, until it ends."""
     async with here().hub.follow(run_id, after) as following:
         while not following.ended:
@@ -26,7 +26,7 @@ async def follow(run_id: int, after: int = 0) -> AsyncIterator[Written]:
 
 async def result(run_id: int, timeout: float | None = None) -> Any:
     """Wait for a run to end, and return what it returned; `RunFailed` if it did not succeed, `TimeoutError` if late."""
-    last: Written | None = None
+    last: StoredEvent | None = None
     async with asyncio.timeout(timeout):
         # The last of those that are there may be its end.
         async for event in follow(run_id, await here().hub.count(run_id) - 1):

@@ -9,11 +9,11 @@ A `key` makes one run, for as long as that run is remembered. It is taken in `ru
 NOTHING`: of two transactions at the same moment, one waits until the other commits, and then finds its run (a statement
 later, because only that sees it). Keys are taken in order, so that two batches wait for each other but never both ways.
 
-Runs with the same `order_by` are a line (`lines.py`), in the order of their ids: so these are drawn in the order in
-which the runs are given, also where keys, which are taken in another one, decide which of them are new.
+Runs with the same `ordering_key` are a line (`dispatch/ordered.py`), in the order of their ids: so these are drawn in
+the order in which the runs are given, also where keys, which are taken in another one, decide which of them are new.
 
 With `overlap="skip"` the action's lock is taken before anything is written, and an active run refuses the order
-(`overlap.py`).
+(`runs/overlap.py`).
 
 Lock order: actions by id, then keys by action and text.
 """
@@ -35,8 +35,8 @@ from app.fleet.engine.actions.action import PRIORITIES, Action, Catalogue
 from app.fleet.engine.dispatch import ordered
 from app.fleet.errors import EngineError, FleetError, KeyInFlight, KeyReused
 from app.fleet.runs import overlap
-from app.fleet.runs.feed import noted
-from app.fleet.runs.notifications import tell
+from app.fleet.runs.feed import feed_insert_sql
+from app.fleet.runs.notifications import notify_sql
 from app.fleet.runs.records import RunRecord, Trigger
 from app.fleet.stream.hub import Hub
 
@@ -64,9 +64,9 @@ WITH added AS (
     ORDER BY place
     RETURNING id, run_at, created_at, action_id, priority, events, attempt, instance
 ), noted AS (
-    {noted("added", "'pending'")}
+    {feed_insert_sql("added", "'pending'")}
 ), told AS (
-    {tell("added")}
+    {notify_sql("added")}
 ), marked AS (
     INSERT INTO {{schema}}.run_keys (action_id, key, run_id, digest)
     SELECT 0, %(mark)s::text, min(id), string_agg(id::text, ',' ORDER BY id)
@@ -80,9 +80,9 @@ SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER
 
 INSERT = Statement(inserting())
 INSERT_NUMBERED = Statement(inserting("id, key, ", "%(ids)s::int8[], %(keys)s::text[], "))
-INSERT_LINED = Statement(inserting("order_key, ", "%(order_keys)s::text[], "))
+INSERT_LINED = Statement(inserting("ordering_key, ", "%(ordering_keys)s::text[], "))
 INSERT_LINED_NUMBERED = Statement(
-    inserting("id, key, order_key, ", "%(ids)s::int8[], %(keys)s::text[], %(order_keys)s::text[], ")
+    inserting("id, key, ordering_key, ", "%(ids)s::int8[], %(keys)s::text[], %(ordering_keys)s::text[], ")
 )
 
 TAKE_KEYS = Statement("""
@@ -112,14 +112,14 @@ TRY_KEY = Statement("SELECT pg_try_advisory_xact_lock({class}, hashtext(%(key)s)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One run that is wanted. Without `run_at`: now; `priority`: the action's; `order_by`: in no line."""
+    """One run that is wanted. Without `run_at`: now; `priority`: the action's; `ordering_key`: in no line."""
 
     action: str
     payload: Any = None
     key: str | None = None
     run_at: datetime | None = None
     priority: int | None = None
-    order_by: str | None = None
+    ordering_key: str | None = None
     # Of the request, if it came with an Idempotency-Key.
     digest: str | None = None
 
@@ -182,7 +182,7 @@ class Prepared(NamedTuple):
     def priority(self) -> int:
         """What is stored as such."""
         given = self.action.priority if self.order.priority is None else self.order.priority
-        return ordered.apart(given, self.order.order_by)
+        return ordered.apart(given, self.order.ordering_key)
 
     @property
     def simple(self) -> bool:
@@ -198,7 +198,7 @@ class Prepared(NamedTuple):
             payload={} if self.payload is None else json.loads(self.payload),
             scheduled_for=None,
             run_at=run_at,
-            order_by=self.order.order_by,
+            ordering_key=self.order.ordering_key,
             attempt=0,
             max_attempts=self.action.max_attempts,
             instance=None,
@@ -216,8 +216,8 @@ def prepare(catalogue: Catalogue, order: Order) -> Prepared:
     action = catalogue[order.action]
     if not is_key(order.key):
         raise EngineError(f"a key has from 1 to {KEY_MOST} printable letters")
-    if not is_key(order.order_by):
-        raise EngineError(f"order_by has from 1 to {KEY_MOST} printable letters")
+    if not is_key(order.ordering_key):
+        raise EngineError(f"ordering_key has from 1 to {KEY_MOST} printable letters")
     if order.priority is not None and order.priority not in PRIORITIES:
         raise EngineError(f"a priority is from {PRIORITIES[0]} to {PRIORITIES[-1]}")
     if order.run_at is not None and order.run_at.tzinfo is None:
@@ -240,7 +240,7 @@ async def insert(
     """Insert in whatever transaction `place` is in."""
     await refuse_active(place, namespace, [each for each in orders if each.action.overlap == "skip"])
     keyed = [each for each in orders if each.order.key is not None]
-    if keyed and len(orders) > 1 and any(each.order.order_by is not None for each in orders):
+    if keyed and len(orders) > 1 and any(each.order.ordering_key is not None for each in orders):
         orders = await numbered(place, namespace, orders)
         keyed = [each for each in orders if each.order.key is not None]
     unkeyed = [each for each in orders if each.order.key is None]
@@ -274,9 +274,9 @@ async def insert_rows(
 ) -> Sequence[tuple[Any, ...]]:
     """Insert these, under these ids if there are any; what is returned is in the order of the ids."""
     values = {**columns(orders, by), "mark": mark}
-    lined = any(each.order.order_by is not None for each in orders)
+    lined = any(each.order.ordering_key is not None for each in orders)
     if lined:
-        values["order_keys"] = [each.order.order_by for each in orders]
+        values["ordering_keys"] = [each.order.ordering_key for each in orders]
     if ids:
         values |= {"ids": ids, "keys": [each.order.key for each in orders]}
         return await fetch(place, namespace.sql(INSERT_LINED_NUMBERED if lined else INSERT_NUMBERED), values)
@@ -390,12 +390,12 @@ async def trigger(
     key: str | None = None,
     run_at: datetime | None = None,
     priority: int | None = None,
-    order_by: str | None = None,
+    ordering_key: str | None = None,
     session: Place | None = None,
 ) -> int:
     """Have an action run; return the id of its run. With `session`, exactly if that transaction commits."""
     name = action if isinstance(action, str) else action.name
-    (done,) = await here().trigger([Order(name, payload, key, run_at, priority, order_by)], session)
+    (done,) = await here().trigger([Order(name, payload, key, run_at, priority, ordering_key)], session)
     return done.id
 
 
@@ -404,7 +404,7 @@ async def trigger_many(orders: Sequence[Order], *, session: Place | None = None)
     return [done.id for done in await here().trigger(orders, session)]
 
 
-def session() -> AbstractAsyncContextManager[AsyncSession]:
+def transaction() -> AbstractAsyncContextManager[AsyncSession]:
     """One transaction on the service's database, committed at the end; for actions (a route has `InSession`)."""
     return here().database.session()
 
@@ -414,6 +414,6 @@ def here() -> Triggers:
         return current.get()
     except LookupError:
         raise FleetError(
-            "trigger() and session() are for the code of a running service: a route, or an action. Elsewhere, use the "
-            "REST API or `flotilla trigger`"
+            "trigger() and transaction() are for the code of a running service: a route, or an action. Elsewhere, use "
+            "the REST API or `flotilla trigger`"
         ) from None

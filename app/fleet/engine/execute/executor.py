@@ -18,7 +18,7 @@ free when the ledger has it durably. The executor itself never waits for an acti
 
 Nothing that an action raises, returns or emits leaves its own attempt: not `SystemExit`, and not an exception whose
 own methods raise when its text is read. Whatever happens while an end is recorded, the slot comes back. An action that
-blocks the event loop is found by a thread that watches it (`watch.py`).
+blocks the event loop is found by a thread that watches it (`loop_monitor.py`).
 
 Stopping: no new claims from the flag on; at `stop`, actions are told (`run.stopping`) and may finish or take a
 checkpoint until `HURRY` before the limit; what is left then is cancelled and given back.
@@ -34,7 +34,7 @@ from typing import Any
 
 import psycopg
 
-from app.fleet.background import Service, disown, let_go, woken
+from app.fleet.background import Service, cancel_and_wait, detach, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool import Database
@@ -43,11 +43,11 @@ from app.fleet.engine.actions.action import Action, Catalogue
 from app.fleet.engine.dispatch.claim import MANY, Claimant, Clock
 from app.fleet.engine.execute.containment import contain_tasks
 from app.fleet.engine.execute.failures import FailureLog
-from app.fleet.engine.execute.loop_monitor import Watch
+from app.fleet.engine.execute.loop_monitor import LoopMonitor
 from app.fleet.engine.execute.run import Run, as_json, current_run
-from app.fleet.engine.execute.writer import Ledger
+from app.fleet.engine.execute.writer import RunWriter
 from app.fleet.errors import DatabaseError, GiveUp, NotJson, PayloadInvalid, TryAgain
-from app.fleet.lifecycle import Course
+from app.fleet.lifecycle import Lifecycle
 from app.fleet.runs.claim import ACTION, WIDTH
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.relay import CHANGED, Relay
@@ -80,11 +80,11 @@ class Executor(Service):
         database: Database,
         member: Member,
         catalogue: Catalogue,
-        course: Course,
+        course: Lifecycle,
         relay: Relay,
     ) -> None:
         super().__init__()
-        self.ledger = Ledger(database, relay, self._on_settled, self._on_fenced)
+        self.ledger = RunWriter(database, relay, self._on_settled, self._on_fenced)
         self._relay = relay
         self.claimant = Claimant(database.namespace, catalogue, Clock())
         self.abandoned = 0
@@ -102,11 +102,11 @@ class Executor(Service):
         self._running: dict[int, Run[Any]] = {}
         # What we own, from the claim until its end is durable: a slot each.
         self._owned: set[tuple[int, int]] = set()
-        self._appetite = FIRST
+        self._batch_size = FIRST
         self._stands_back = False
         self._wake = asyncio.Event()
         self._failures = FailureLog()
-        self._watch = Watch(lambda: list(self._running.values()))
+        self._watch = LoopMonitor(lambda: list(self._running.values()))
         self._claims: asyncio.Task[None] | None = None
         self._ticks: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -130,7 +130,7 @@ class Executor(Service):
     def wake(self) -> None:
         self._wake.set()
 
-    def stand_back(self, wanted: bool) -> None:
+    def pause_claiming(self, wanted: bool) -> None:
         """Leave new runs to other instances for a moment: this one has many slots to make runs of first."""
         self._stands_back = wanted
         self._wake.set()
@@ -166,9 +166,9 @@ class Executor(Service):
         self._ticks = asyncio.create_task(self._tick_for_ever(), name="executor-ticks")
 
     async def _stop(self) -> None:
-        await let_go(self._claims)
+        await cancel_and_wait(self._claims)
         await self._pause()
-        await let_go(self._ticks)
+        await cancel_and_wait(self._ticks)
         self._watch.stop()
         await self.ledger.stop()
         await self._lane.close()
@@ -203,7 +203,7 @@ class Executor(Service):
         while True:
             self._wake.clear()
             now = self._loop.time()
-            due = self.claimant.ready.due(now, 2 * self._appetite + PLACES) if self._may_claim() else []
+            due = self.claimant.ready.due(now, 2 * self._batch_size + PLACES) if self._may_claim() else []
             if not due:
                 await self._sleep_until(self.claimant.ready.next_due(), now)
                 continue
@@ -221,12 +221,12 @@ class Executor(Service):
         return self.room > 0 and not self._stands_back and not self._course.draining.is_set() and self._member.holds()
 
     async def _sleep_until(self, due: float | None, now: float) -> None:
-        """Wait to be woken, or until something is due; while we may not claim, look again shortly."""
+        """Wait to be wait_for_event, or until something is due; while we may not claim, look again shortly."""
         if not self._may_claim():
             timeout: float | None = TICK if self.room > 0 and not self._stands_back else None
         else:
             timeout = None if due is None else max(0.0, due - now)
-        await woken(self._wake, timeout)
+        await wait_for_event(self._wake, timeout)
 
     async def _prepare(self) -> None:
         if (identity := self._member.identity) is not None:
@@ -245,7 +245,7 @@ class Executor(Service):
 
     async def _claim_for(self, identity: Identity, due: Sequence[Any], now: float) -> None:
         # Where runs of many actions wait, they are shared out already.
-        room = min(self.room, max(self._appetite, len(due) if len(due) > MANY else 0))
+        room = min(self.room, max(self._batch_size, len(due) if len(due) > MANY else 0))
         async with self._lane.connection() as connection:
             rows = await self.claimant.claim(connection, identity, due, room, now)
         if self._member.identity != identity:
@@ -254,7 +254,7 @@ class Executor(Service):
         self.claimed += len(rows)
         if self._relay.wanted:
             self._relay.tell(CHANGED, (row[0] for row in rows))
-        self._appetite = min(self._appetite * GROWTH, BATCH) if len(rows) >= room else FIRST
+        self._batch_size = min(self._batch_size * GROWTH, BATCH) if len(rows) >= room else FIRST
         for row in rows:
             self._begin(row)
         if 0 < len(rows) < room:
@@ -407,7 +407,7 @@ class Executor(Service):
         self.abandoned += 1
         log.error("run.abandoned", run=run.id, action=run.action, why=run.ending or "timeout")
         if run.task is not None:
-            disown(run.task)
+            detach(run.task)
         action = self._catalogue[run.action]
         if run.ending == "fenced":
             self._settle(run)
@@ -442,8 +442,8 @@ class Executor(Service):
         for action_id in {run.action_id for run in runs if run.limited or run.action_id in self.claimant.limited}:
             self.claimant.ready.look_at_action(action_id, self._loop.time())
         for run in runs:
-            if run.order_by is not None:
-                self.claimant.ready.tell_ended(run.action_id, run.order_by)
+            if run.ordering_key is not None:
+                self.claimant.ready.tell_ended(run.action_id, run.ordering_key)
         self._wake.set()
 
     def _on_fenced(self, run: Run[Any]) -> None:

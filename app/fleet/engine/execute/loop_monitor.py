@@ -3,7 +3,7 @@
 The loop ticks ten times a second. When it has not for `BLOCKED` seconds, the task that is running is the culprit, and
 if it belongs to a run, the run is told, and the log says where it was: which line of whose code. Nothing is ended
 here: the link has a thread of its own, so the instance stays alive, and a deadline that passes meanwhile is seen to by
-another instance (`recovery.py`).
+another instance (`maintenance/rescuer.py`).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ LOOK = 0.25
 log = events(__name__)
 
 
-class Watch:
+class LoopMonitor:
     def __init__(self, runs: Callable[[], Sequence[Run[Any]]]) -> None:
         self._runs = runs
         self._ticked = 0.0

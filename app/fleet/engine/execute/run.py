@@ -4,7 +4,7 @@ Everything it writes carries the run's token. Once the run was taken back (its i
 exceeded its deadline), the run is `pending`, and then running with a higher token. Every write of the old attempt
 raises `Fenced` from then on, and nothing of it is kept.
 
-    await run.checkpoint(state)      durable when it returns; the next attempt finds it in `run.state`
+    await run.checkpoint(state)      durable when it returns; the next attempt finds it in `run.last_checkpoint`
     await run.emit(kind, data)       an event, in order; `run.progress` is one of them
     async with run.commit() as s     effects and the run's completion, in one transaction or not at all
     await run.guard(session)         this transaction commits only if the run is still ours
@@ -34,7 +34,7 @@ from app.fleet.runs.events import LOG, PROGRESS, RESERVED
 
 if TYPE_CHECKING:
     from app.fleet.engine.actions.action import Action
-    from app.fleet.engine.execute.writer import Ledger
+    from app.fleet.engine.execute.writer import RunWriter
 
 # A plain `Run` is one with any JSON object.
 P = TypeVar("P", default=dict[str, Any])
@@ -52,29 +52,54 @@ class Run(Generic[P]):
 
     # fmt: off
     __slots__ = (
-        "_action", "_ledger", "_payload", "_payload_text", "_state", "_state_text", "action_id", "attempt", "blocked",
-        "committed", "committing", "deadline", "ending", "events", "id", "limited", "max_attempts", "order_by",
-        "priority", "recorded", "result", "said", "said_weight", "scheduled_for", "task", "token", "tries", "trigger",
+        "_action",
+        "_checkpoint_text",
+        "_last_checkpoint",
+        "_ledger",
+        "_payload",
+        "_payload_text",
+        "action_id",
+        "attempt",
+        "blocked",
+        "committed",
+        "committing",
+        "deadline",
+        "ending",
+        "events",
+        "id",
+        "limited",
+        "max_attempts",
+        "ordering_key",
+        "priority",
+        "recorded",
+        "result",
+        "said",
+        "said_weight",
+        "scheduled_for",
+        "task",
+        "token",
+        "tries",
+        "trigger",
     )
     # fmt: on
 
     def __init__(
         self,
         action: "Action[P]",
-        ledger: "Ledger",
+        ledger: "RunWriter",
         row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None, int, str | None],
     ) -> None:
-        """`row` is what a claim returns (`taking.py`)."""
+        """`row` is what a claim returns (`runs/claim.py`)."""
         self._action = action
         self._ledger = ledger
         (
             self.id, self.action_id, self.token, self.attempt, deaths, self.max_attempts, self.priority, self.trigger,
-            self.scheduled_for, self._payload_text, self._state_text, self.events, self.order_by,
+            self.scheduled_for, self._payload_text, self._checkpoint_text, self.events, self.ordering_key,
         ) = row  # fmt: skip
         # What counts against its retries: attempts that the death of an instance ended do not.
         self.tries = self.attempt - deaths
         self._payload: Any = UNREAD
-        self._state: Any = UNREAD
+        self._last_checkpoint: Any = UNREAD
         self.result: Any = None
         self.committing = self.committed = False
         # Events that are not written yet, and their size; `events` counts those that are, with the changes of state.
@@ -84,7 +109,7 @@ class Run(Generic[P]):
         # Why its task was cancelled, if it was; set by the executor.
         self.ending: str | None = None
         self.deadline = 0.0
-        # For how long it has kept the event loop from going round (`watch.py`).
+        # For how long it has kept the event loop from going round (`loop_monitor.py`).
         self.blocked = 0.0
         self.limited = action.limited
         self.task: asyncio.Task[None] | None = None
@@ -103,11 +128,11 @@ class Run(Generic[P]):
         return cast("P", self._payload)
 
     @property
-    def state(self) -> Any:
+    def last_checkpoint(self) -> Any:
         """What the last checkpoint kept, of this attempt or one before; None if there was none."""
-        if self._state is UNREAD:
-            self._state = None if self._state_text is None else json.loads(self._state_text)
-        return self._state
+        if self._last_checkpoint is UNREAD:
+            self._last_checkpoint = None if self._checkpoint_text is None else json.loads(self._checkpoint_text)
+        return self._last_checkpoint
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -123,7 +148,7 @@ class Run(Generic[P]):
         """Keep this, durably. If the instance drains, the run stops here and goes on from it elsewhere."""
         text = as_json(state, "the checkpoint", STATE_MOST)
         await self._ledger.checkpoint(self, text)
-        self._state = json.loads(text)
+        self._last_checkpoint = json.loads(text)
         if self.stopping.is_set():
             self.ending = self.ending or "paused"
             raise asyncio.CancelledError("the instance drains")

@@ -19,7 +19,7 @@ Every statement asks for `(id, token)` and the state `running`. A row that is no
 refused, counted, and whoever still works on the run is stopped. Unless it is our own write come back: when a
 connection breaks under a statement, nobody knows whether it happened, so it is sent again, and what is missing then
 may simply be done. `CONFIRM` tells the two apart: what we ended bears our token, and nobody else can have that. Of
-events, `STILL_OURS` does: they move the run's counter from where we know it to be (`stream/events.py`).
+events, `STILL_OURS` does: they move the run's counter from where we know it to be (`runs/events.py`).
 
     failure                                   what happens
     process dies before the statement         the run is taken over and attempted again
@@ -42,17 +42,17 @@ import psycopg
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet.background import let_go
+from app.fleet.background import cancel_and_wait
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outage
 from app.fleet.db.statements import array, fetch
 from app.fleet.engine.execute.run import STATE_MOST, Run, as_json
 from app.fleet.errors import EngineError, Fenced
 from app.fleet.runs import events as stream
-from app.fleet.runs.end import INSERT_FINISHED, NOTE_ENDED
+from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED
 from app.fleet.runs.events import Event
-from app.fleet.runs.feed import noted
-from app.fleet.runs.notifications import tell
+from app.fleet.runs.feed import feed_insert_sql
+from app.fleet.runs.notifications import notify_sql
 from app.fleet.runs.retry_delay import usual_wait
 from app.fleet.runs.states import is_running
 from app.fleet.stream.relay import CHANGED, SAID, Relay
@@ -107,7 +107,7 @@ WITH {before}ended AS (
     WHERE {which} AND r.id = e.id AND r.token = e.token AND {is_running()}
     RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
 ), noted AS (
-    {NOTE_ENDED}
+    {FEED_INSERT_ENDED}
 )
 {INSERT_FINISHED}"""
 
@@ -157,11 +157,11 @@ WITH own AS MATERIALIZED (
     WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = b.id AND r.token = b.token AND {is_running()}
     RETURNING {stream.KEPT}, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
 ), written AS (
-    {stream.write_down("back")}
+    {stream.event_insert_sql("back")}
 ), noted AS (
-    {noted("back", "'pending'")}
+    {feed_insert_sql("back", "'pending'")}
 ), told AS (
-    {tell("back")}
+    {notify_sql("back")}
 )
 SELECT id FROM back, (SELECT count(*) FROM told) AS t
 """)
@@ -233,7 +233,7 @@ AnyEnd = TypeVar("AnyEnd", Ended, Returned)
 AnyWrite = TypeVar("AnyWrite", Ended, Returned, Kept)
 
 
-class Ledger:
+class RunWriter:
     """Appended to by the executor and the handles; written by its own task."""
 
     def __init__(
@@ -369,7 +369,7 @@ class Ledger:
         await self._round.wait()
 
     async def stop(self) -> None:
-        await let_go(self._task)
+        await cancel_and_wait(self._task)
         await self._lane.close()
 
     def _busy(self) -> bool:

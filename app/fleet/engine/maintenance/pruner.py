@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from app.fleet.background import Service, let_go
+from app.fleet.background import Service, cancel_and_wait
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
@@ -110,7 +110,7 @@ class Old(NamedTuple):
     expires_at: datetime
 
 
-class Retention(Service):
+class Pruner(Service):
     name = "retention"
 
     def __init__(self, database: Database, member: Member) -> None:
@@ -144,7 +144,7 @@ class Retention(Service):
 
     async def _stop(self) -> None:
         for task in self._tasks:
-            await let_go(task)
+            await cancel_and_wait(task)
 
     async def _prune_for_ever(self, what: str, prune: Callable[[], Awaitable[object]], rounds: Iterator[int]) -> None:
         """Prune in these rounds, which are `EVERY` apart. What fails is logged once, until it works again."""

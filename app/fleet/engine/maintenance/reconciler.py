@@ -23,7 +23,7 @@ turns by PostgreSQL's clock (`TURN`). So what the cluster reads grows with what 
 
 Deadlines go on while the database is away, but nobody acts on them: the instance that executed a run may have its end,
 and could not write it. An instance ends another's overdue run only when it has looked, and written what it had to,
-for `recovery.SLACK` without a failure or a pause. By then the end that waited is written (`ledger.py`).
+for `recovery.SLACK` without a failure or a pause. By then the end that waited is written (`execute/writer.py`).
 
 A run that runs under our id although no attempt here knows of it belongs to a claim that is still under way, or to one
 whose answer was lost. It is put back as soon as every claim that may have taken it is over; no clock decides.
@@ -37,7 +37,7 @@ from typing import Any
 
 import psycopg
 
-from app.fleet.background import Service, let_go, woken
+from app.fleet.background import Service, cancel_and_wait, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection, Database
@@ -48,8 +48,8 @@ from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.execute.run import Run
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.errors import DatabaseError
-from app.fleet.runs.events import KEPT, write_down
-from app.fleet.runs.feed import noted
+from app.fleet.runs.events import KEPT, event_insert_sql
+from app.fleet.runs.feed import feed_insert_sql
 from app.fleet.runs.states import is_running
 from app.fleet.telemetry.logs import events
 
@@ -131,15 +131,15 @@ WITH back AS (
     RETURNING {KEPT}, r.action_id, r.priority, r.attempt + 1 AS ran,
               'the answer to its claim was lost on the way' AS why
 ), written AS (
-    {write_down("back")}
+    {event_insert_sql("back")}
 ), noted AS (
-    {noted("back", "'pending'")}
+    {feed_insert_sql("back", "'pending'")}
 )
 SELECT action_id, priority, run_at, id FROM back
 """)
 
 
-class Lookout(Service):
+class Reconciler(Service):
     name = "lookout"
 
     def __init__(
@@ -179,7 +179,7 @@ class Lookout(Service):
         self._task = asyncio.create_task(self._look_for_ever(), name="lookout")
 
     async def _stop(self) -> None:
-        await let_go(self._task)
+        await cancel_and_wait(self._task)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -201,7 +201,7 @@ class Lookout(Service):
                     log.error("engine.defect", error=error, service="lookout")
                     await asyncio.sleep(AFTER_DEFECT)
             pause = EVERY * random.uniform(0.75, 1.25)
-            await woken(self._wake, pause)
+            await wait_for_event(self._wake, pause)
 
     async def _look(self, me: int) -> None:
         loop = asyncio.get_running_loop()

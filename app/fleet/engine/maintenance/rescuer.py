@@ -2,7 +2,7 @@
 
 Two nets, with two error texts:
 
-    the instance died         in the transaction of its death (`TakeBack`): `pending` again, with the checkpoint. Of
+    the instance died         in the transaction of its death (`Rescue`): `pending` again, with the checkpoint. Of
                               more than `BATCH` runs, the rest in transactions after that one
     the handler hangs         its deadline and then `SLACK` passed, and its own instance did not end it, because its
                               event loop is blocked or its link is all that is left of it: as if it had raised
@@ -26,10 +26,10 @@ from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import BATCH, Instance, Session
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
-from app.fleet.runs.end import INSERT_FINISHED, NEXT_OF_LINES, NOTE_ENDED
-from app.fleet.runs.events import KEPT, write_down
-from app.fleet.runs.feed import noted
-from app.fleet.runs.notifications import tell
+from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_LINES
+from app.fleet.runs.events import KEPT, event_insert_sql
+from app.fleet.runs.feed import feed_insert_sql
+from app.fleet.runs.notifications import notify_sql
 from app.fleet.runs.retry_delay import usual_wait
 
 DEATHS = 20
@@ -66,7 +66,7 @@ WITH lost AS MATERIALIZED (
 ), failed AS (
     {INSERT_FINISHED}
 ), noted_failed AS (
-    {NOTE_ENDED}
+    {FEED_INSERT_ENDED}
 ), back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', deaths = r.deaths + 1, deadline_at = NULL, events = r.events + 1,
@@ -75,11 +75,11 @@ WITH lost AS MATERIALIZED (
     WHERE r.id = l.id AND NOT l.deadly
     RETURNING {KEPT}, r.action_id, r.priority, r.attempt AS ran, r.error AS why
 ), written AS (
-    {write_down("back")}
+    {event_insert_sql("back")}
 ), noted AS (
-    {noted("back", "'pending'")}
+    {feed_insert_sql("back", "'pending'")}
 ), told AS (
-    {tell(WAITING)}
+    {notify_sql(WAITING)}
 )
 SELECT (SELECT count(*) FROM lost), (SELECT count(*) FROM told)
 """)
@@ -110,7 +110,7 @@ WITH lost AS MATERIALIZED (
 ), failed AS (
     {INSERT_FINISHED}
 ), noted_failed AS (
-    {NOTE_ENDED}
+    {FEED_INSERT_ENDED}
 ), back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', error = l.why, deadline_at = NULL, events = r.events + 1,
@@ -119,11 +119,11 @@ WITH lost AS MATERIALIZED (
     WHERE r.id = l.id AND NOT l.spent
     RETURNING {KEPT}, r.action_id, r.priority, r.attempt AS ran, l.why
 ), written AS (
-    {write_down("back")}
+    {event_insert_sql("back")}
 ), noted AS (
-    {noted("back", "'pending'")}
+    {feed_insert_sql("back", "'pending'")}
 )
-{tell(WAITING)}
+{notify_sql(WAITING)}
 """)
 
 
@@ -138,7 +138,7 @@ LIMIT 100
 """)
 
 
-class TakeBack:
+class Rescue:
     """What a death means for runs; called in its transaction (`registry.DeathHook`)."""
 
     def __init__(self, namespace: Namespace) -> None:
