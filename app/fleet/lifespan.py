@@ -123,7 +123,7 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     shared = Coordination(database, member)
     log_commands(member)
     stream = Stream(database, member)
-    engine = Engine(settings, database, member, catalogue, context.course, stream, shared)
+    engine = Engine(settings, database, member, catalogue, context.lifecycle, stream, shared)
     services.append(member)
     await member.start()
 
@@ -141,7 +141,7 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     # The register first: who is told "ready" by a probe finds it there.
     await member.announce(Phase.READY)
     await engine.tell_members()
-    context.course.ready()
+    context.lifecycle.ready()
     log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.place)
     return Shutdown(context, signals, database=database, member=member, shared=shared, stream=stream, engine=engine)
 
@@ -261,7 +261,7 @@ class Shutdown:
             log.error("shutdown.step", error=error, limit=step.limit, **entry)
 
     async def _raise_flag(self) -> None:
-        self._context.course.drain("this instance is shutting down")
+        self._context.lifecycle.drain("this instance is shutting down")
         # In this order, so that nobody sees a leader hand over who is not said to be leaving.
         await self._member.announce(Phase.DRAINING)
         self._member.step_down()

@@ -122,9 +122,9 @@ async def test_a_run_that_fails_before_its_cancellation_arrives_ends_cancelled(h
         await here.sql("UPDATE runs SET cancel_requested_at = now() WHERE id = %s", run_id)
         run = await here.until(run_id, "cancelled", "pending")
     assert (run.state, run.error) == ("cancelled", "cancelled on request; not yet")
-    await here.engine.executor.ledger.empty()
-    assert here.engine.executor.ledger.outcomes == {"cancelled": 1}
-    assert not here.engine.executor.ledger.fenced
+    await here.engine.executor.writer.empty()
+    assert here.engine.executor.writer.outcomes == {"cancelled": 1}
+    assert not here.engine.executor.writer.fenced
 
 
 async def test_effects_and_completion_commit_together(here: LocalInstance) -> None:
@@ -134,7 +134,7 @@ async def test_effects_and_completion_commit_together(here: LocalInstance) -> No
         assert (run.state, run.attempt) == ("succeeded", 1)
         assert await here.sql("SELECT count(*) FROM effects WHERE run_id = %s", run.id) == [(1,)]
     assert await here.sql("SELECT seq, kind FROM run_events") == [(3, "noting")], "said before the end, so kept"
-    assert not here.engine.executor.ledger.fenced
+    assert not here.engine.executor.writer.fenced
 
 
 async def test_effects_are_not_there_if_the_completion_is_not(here: LocalInstance, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def test_effects_are_not_there_if_the_completion_is_not(here: LocalInstanc
         # As if it had been taken over: another claim has moved the token.
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s RETURNING 1", run_id)
         gate.touch()
-        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.executor.ledger.fenced["commit"] == 1))
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.executor.writer.fenced["commit"] == 1))
     assert await here.sql("SELECT * FROM effects") == []
 
 
@@ -208,9 +208,9 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
         return "{no json" if value == {"poison": True} else genuine(value, what, most)
 
     monkeypatch.setattr(executor, "as_json", holed)
-    here.running.context.course.draining.set()
+    here.running.context.lifecycle.draining.set()
     ids = await here.trigger_all([Order("echo", {"poison": n == 7}) for n in range(20)])
-    here.running.context.course.draining.clear()
+    here.running.context.lifecycle.draining.clear()
     here.engine.executor.wake()
     ended = [await here.ended(run_id) for run_id in ids]
     assert [run.state for run in ended] == ["failed" if n == 7 else "succeeded" for n in range(20)]

@@ -134,7 +134,7 @@ async def test_places_without_limits_are_claimed_in_one_statement_whatever_their
 async def test_a_claim_locks_no_more_than_it_takes_and_sorts_no_runs(address: str) -> None:
     """Its plan in a lane: places in their order, and from each as many as there is room for."""
     async with table(address, *[declare(f"tick-{number}") for number in range(3)]) as here:
-        one, lane = await here.instance("one"), here.database.lane()
+        one, lane = await here.instance("one"), here.database.dedicated()
         await here.trigger(*[Order(f"tick-{number}") for number in range(3)] * 100)
         values = {"me": one.identity.id, "name": "one", "counted": False, "room": 8, "mosts": "{4,4,4}"}
         values |= {"actions": array(here.catalogue.ids[::-1]), "priorities": "{0,0,0}", "passed": "{0,0,0}"}
@@ -201,7 +201,7 @@ async def test_a_run_that_becomes_due_while_a_claim_is_under_way_is_claimed_next
 
         monkeypatch.setattr(one.claimant, "_ask_for_next", ask_when_it_is_due)
         now = asyncio.get_running_loop().time()
-        one.claimant.ready.tell(here.catalogue.id_of("tick"), 0, soon_due, now)
+        one.claimant.backlog.tell(here.catalogue.id_of("tick"), 0, soon_due, now)
         assert len(await one.claim()) == 1
         assert len(await one.claim(everywhere=False)) == 1
 
@@ -236,8 +236,8 @@ async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(
         register = Register(NAMESPACE, [Rescue(NAMESPACE)])
         async with here.database.connection() as connection:
             now = asyncio.get_running_loop().time()
-            one.claimant.ready.tell(here.catalogue.id_of("tick"), 0, datetime(2020, 1, 1, tzinfo=UTC), now)
-            due = one.claimant.ready.due(now)
+            one.claimant.backlog.tell(here.catalogue.id_of("tick"), 0, datetime(2020, 1, 1, tzinfo=UTC), now)
+            due = one.claimant.backlog.due(now)
             assert len(await one.claimant.claim(connection, one.identity, due, 1, now)) == 1
             # Not committed yet.
             with psycopg.connect(address, autocommit=True) as leader:
@@ -331,9 +331,9 @@ async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> 
         one = await here.instance("one")
         await one.claim()
         await here.trigger(Order("tick"), Order("tick", run_at=later))
-        one.claimant.ready.tell(here.catalogue.id_of("tick"), 0, later, now)
+        one.claimant.backlog.tell(here.catalogue.id_of("tick"), 0, later, now)
         assert len(await one.claim()) == 1
-        due = one.claimant.ready.next_due()
+        due = one.claimant.backlog.next_due()
         assert due is not None
         assert 3500 < due - now < 3700
 
@@ -343,7 +343,7 @@ async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> 
 
 async def told(one: Claiming, name: str, run_at: datetime) -> None:
     now = asyncio.get_running_loop().time()
-    one.claimant.ready.tell(one.table.catalogue.id_of(name), 0, run_at, now)
+    one.claimant.backlog.tell(one.table.catalogue.id_of(name), 0, run_at, now)
 
 
 async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None:
@@ -357,7 +357,7 @@ async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None
                 await here.trigger(*[Order("tick")] * 50)
                 assert len(await one.claim()) == 50
                 await here.sql("DELETE FROM runs RETURNING 1")
-            floor = one.claimant.ready._spots[here.catalogue.id_of("tick"), 0].floor
+            floor = one.claimant.backlog._spots[here.catalogue.id_of("tick"), 0].floor
             look = """
                 EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, SUMMARY OFF, FORMAT JSON)
                 SELECT id FROM runs
@@ -390,7 +390,7 @@ async def test_what_is_told_while_a_claim_is_under_way_is_not_forgotten(address:
     async with table(address, declare()) as here:
         one = await here.instance("one")
         ((began,),) = await here.sql("SELECT now()")
-        ready = one.claimant.ready
+        ready = one.claimant.backlog
         await told(one, "tick", began)
         ready.begin()
         await told(one, "tick", began - timedelta(seconds=1))
@@ -411,9 +411,9 @@ async def test_many_places_at_once_are_shared_out(address: str) -> None:
         for ours in range(3):
             one = await here.instance(f"i-{ours}")
             one.claimant.clock.learn(server_now, now)
-            one.claimant.ready.part = (ours, 3)
-            others = one.claimant.ready.tell_all(everyone, now)
-            parts.append({place[0] for place, _ in one.claimant.ready.due(now)})
+            one.claimant.backlog.part = (ours, 3)
+            others = one.claimant.backlog.tell_all(everyone, now)
+            parts.append({place[0] for place, _ in one.claimant.backlog.due(now)})
             assert {place[0] for place in others} == set(here.catalogue.ids) - parts[-1]
         assert [len(part) for part in parts] == [len(set(everyone)) // 3 + (ours == 1) for ours in range(3)]
         assert set.union(*parts) == set(here.catalogue.ids)
@@ -424,17 +424,17 @@ async def test_a_few_places_are_everyones(address: str) -> None:
     actions = [declare(f"tick-{number}") for number in range(4)]
     async with table(address, *actions) as here:
         one = await here.instance("one")
-        one.claimant.ready.part = (2, 3)
+        one.claimant.backlog.part = (2, 3)
         now = asyncio.get_running_loop().time()
-        assert not one.claimant.ready.tell_all([(each, 0, datetime.now(UTC)) for each in here.catalogue.ids], now)
+        assert not one.claimant.backlog.tell_all([(each, 0, datetime.now(UTC)) for each in here.catalogue.ids], now)
         one.claimant.clock.learn(datetime.now(UTC), now)
-        assert len(one.claimant.ready.due(now + 0.001)) == 4
+        assert len(one.claimant.backlog.due(now + 0.001)) == 4
 
 
 async def test_a_completion_finds_its_rows_by_their_ids_even_if_it_was_planned_on_an_empty_table(address: str) -> None:
     """An empty table makes a walk through all of it look cheap; under a snapshot, that becomes a long one."""
     async with table(address, declare()) as here:
-        one, lane, finish = await here.instance("one"), here.database.lane(), here.database.namespace.sql(FINISH)
+        one, lane, finish = await here.instance("one"), here.database.dedicated(), here.database.namespace.sql(FINISH)
         with psycopg.connect(address, autocommit=True) as other:
             other.execute("VACUUM ANALYZE flotilla.runs")
         await here.trigger(*[Order("tick")] * 50)

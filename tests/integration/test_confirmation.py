@@ -105,7 +105,7 @@ async def test_a_mark_is_forgotten_with_the_run(here: LocalInstance) -> None:
     await here.ended(run["id"])
     assert await here.sql("SELECT run_id FROM run_keys") == [(run["id"],)]
     await here.sql("UPDATE finished_runs SET expires_at = now() - interval '1 second'")
-    await here.engine.retention.prune()
+    await here.engine.pruner.prune()
     assert await here.sql("SELECT run_id FROM run_keys") == []
 
 

@@ -110,7 +110,7 @@ async def test_a_run_that_emits_without_end_withholds_nobody_elses_pause(address
 async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch, letters: int
 ) -> None:
-    own = here.engine.executor.ledger
+    own = here.engine.executor.writer
     genuine, gate, held = own._append, asyncio.Event(), asyncio.Event()
 
     async def wait_first(*given: Any) -> None:
@@ -201,7 +201,7 @@ async def test_a_transaction_that_holds_the_row_of_a_run_delays_that_run_alone(
         await holder.rollback()
     run = await here.ended(attempt.id)
     assert run.state == state
-    assert not here.engine.executor.ledger.fenced, "no write was taken for one of an old token"
+    assert not here.engine.executor.writer.fenced, "no write was taken for one of an old token"
     said = await here.sql("SELECT seq FROM run_events WHERE run_id = %s AND kind <> 'state' ORDER BY seq", attempt.id)
     assert [seq for (seq,) in said] == list(range(3, 3 + len(said)))
     await all_slots_are_free(here)

@@ -96,7 +96,7 @@ async def test_a_database_that_answers_while_the_event_loop_is_busy_is_ready(
 
 async def test_ready_is_503_as_soon_as_the_flag_is_up_without_any_cache(running: Running) -> None:
     assert (await running.client.get("/health/ready")).status_code == 200
-    running.context.course.drain("testing")
+    running.context.lifecycle.drain("testing")
     answer = await running.client.get("/health/ready")
     assert (answer.status_code, answer.json()["status"]) == (503, "draining")
     assert answer.headers["connection"] == "close"

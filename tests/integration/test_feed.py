@@ -430,7 +430,7 @@ async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) ->
         # And what was forgotten before anybody read it.
         await here.run("noop")
         await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
-        await here.engine.retention.prune_feed()
+        await here.engine.pruner.prune_feed()
         (missed,) = await read(here, last="9")
         assert (missed.event, missed.id, missed.data) == ("missed", "12", {"after": 9, "until": 12})
 

@@ -80,7 +80,7 @@ async def test_a_head_that_waits_for_its_time_holds_its_line_and_the_time_is_kno
         await here.sql(held, first)
         one = await here.instance("one")
         assert ids(await one.claim()) == [other]
-        due = one.claimant.ready.next_due()
+        due = one.claimant.backlog.next_due()
         assert due is not None
         assert 3500 < due - asyncio.get_running_loop().time() < 3700
         await here.sql("UPDATE runs SET run_at = now() WHERE id = %s RETURNING 1", first)
@@ -167,7 +167,7 @@ async def test_two_claims_that_saw_different_heads_do_not_both_take_one(address:
             await soon(lambda: here.sql(waits))
         assert await second == []
         assert await here.sql("SELECT id FROM runs WHERE state = 'running'") == [(later,)]
-        due = two.claimant.ready.next_due()
+        due = two.claimant.backlog.next_due()
         assert due is not None
         assert due - asyncio.get_running_loop().time() < 1, "it looks again soon"
         await here.sql(END, [later])
@@ -176,8 +176,8 @@ async def test_two_claims_that_saw_different_heads_do_not_both_take_one(address:
 
 async def claim_on(one: Claiming, connection: Any) -> list[Claimed]:
     now = asyncio.get_running_loop().time()
-    one.claimant.ready.tell(one.table.catalogue.id_of("tick"), LINES, datetime(2020, 1, 1, tzinfo=UTC), now)
-    rows = await one.claimant.claim(connection, one.identity, one.claimant.ready.due(now), 10, now)
+    one.claimant.backlog.tell(one.table.catalogue.id_of("tick"), LINES, datetime(2020, 1, 1, tzinfo=UTC), now)
+    rows = await one.claimant.claim(connection, one.identity, one.claimant.backlog.due(now), 10, now)
     return [Claimed(row[0], row[2], row[6]) for row in rows]
 
 
@@ -200,7 +200,7 @@ async def test_lines_take_turns(address: str) -> None:
             ((run_id, _, _),) = await one.claim(room=1)
             turns += [key for (key,) in await here.sql("DELETE FROM runs WHERE id = %s RETURNING ordering_key", run_id)]
             # It would go on with this line at once, were there not others whose turn it is.
-            one.claimant.ready.tell_ended(here.catalogue.id_of("tick"), turns[-1])
+            one.claimant.backlog.tell_ended(here.catalogue.id_of("tick"), turns[-1])
         assert turns == ["a", "b", "c"] * 3
 
 
@@ -215,12 +215,12 @@ async def test_more_lines_than_one_claim_looks_at_are_all_come_to(
         await here.sql("UPDATE runs SET run_at = now() + interval '1 h' WHERE ordering_key <> 'line-7' RETURNING 1")
         one, claims = await here.instance("one"), 0
         await told(one)
-        while one.claimant.ready.due(asyncio.get_running_loop().time()):
+        while one.claimant.backlog.due(asyncio.get_running_loop().time()):
             claims += 1
             for run in await one.claim(everywhere=False):
                 assert (claims, await key_of(here, run.run_id)) == (3, "line-7")
         assert claims == 4
-        due = one.claimant.ready.next_due()
+        due = one.claimant.backlog.next_due()
         assert due is not None
         assert due - asyncio.get_running_loop().time() > 3500, "the others are for later, and that is known"
 
@@ -237,12 +237,12 @@ async def test_after_many_lines_a_look_rests_and_lines_that_are_asked_for_do_not
         await told(one)
         (run,) = await one.claim(everywhere=False)
         await told(one)
-        assert one.claimant.ready.due(loop.time()) == []
-        due = one.claimant.ready.next_due()
+        assert one.claimant.backlog.due(loop.time()) == []
+        due = one.claimant.backlog.next_due()
         assert due is not None
         assert 1 < due - loop.time() < 10, "two lines of a thousand"
         await here.sql(END, [run.run_id])
-        one.claimant.ready.tell_ended(here.catalogue.id_of("tick"), "b")
+        one.claimant.backlog.tell_ended(here.catalogue.id_of("tick"), "b")
         assert len(await one.claim(everywhere=False)) == 1
 
 
@@ -257,8 +257,8 @@ async def test_a_look_that_has_not_come_round_rests_too(address: str, monkeypatc
         await told(one)
         assert await one.claim(everywhere=False) == []
         await told(one)
-        assert one.claimant.ready.due(loop.time()) == []
-        due = one.claimant.ready.next_due()
+        assert one.claimant.backlog.due(loop.time()) == []
+        due = one.claimant.backlog.next_due()
         assert due is not None
         assert 3000 < due - loop.time() < 3700
 
@@ -274,7 +274,7 @@ async def told(one: Claiming, name: str = "tick") -> None:
     ((server_now,),) = await one.table.sql("SELECT clock_timestamp()")
     one.claimant.clock.learn(server_now, now)
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
-    one.claimant.ready.tell(one.table.catalogue.id_of(name), LINES, long_ago, now)
+    one.claimant.backlog.tell(one.table.catalogue.id_of(name), LINES, long_ago, now)
 
 
 async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_look_at_the_others(address: str) -> None:
@@ -283,11 +283,11 @@ async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_loo
             await line(here, key, 2)
         one = await here.instance("one")
         assert len(await one.claim()) == 3
-        ring = one.claimant.ready._spots[here.catalogue.id_of("tick"), LINES].ring
+        ring = one.claimant.backlog._spots[here.catalogue.id_of("tick"), LINES].ring
         assert isinstance(ring, ScanCursor)
         assert await one.claim(everywhere=False) == [], "nobody is told of anything"
         (first,) = await here.sql("DELETE FROM runs WHERE ordering_key = 'b' AND state = 'running' RETURNING id")
-        one.claimant.ready.tell_ended(here.catalogue.id_of("tick"), "b")
+        one.claimant.backlog.tell_ended(here.catalogue.id_of("tick"), "b")
         before = (ring.after, ring.start)
         (run,) = await one.claim(everywhere=False)
         assert run.run_id > first[0]
@@ -304,10 +304,10 @@ async def test_lines_that_there_was_no_room_for_are_asked_for_again(address: str
         await one.claim(everywhere=False)
         await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
         for key in ("a", "b", "c"):
-            one.claimant.ready.tell_ended(here.catalogue.id_of("tick"), key)
+            one.claimant.backlog.tell_ended(here.catalogue.id_of("tick"), key)
         assert len(await one.claim(room=2, everywhere=False)) == 2
         assert len(await one.claim(room=2, everywhere=False)) == 1
-        assert not one.claimant.ready.due(asyncio.get_running_loop().time())
+        assert not one.claimant.backlog.due(asyncio.get_running_loop().time())
 
 
 async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address: str) -> None:
@@ -318,7 +318,7 @@ async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address
         assert len(await one.claim()) == 4
         await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
         await told(one)
-        ring = one.claimant.ready._spots[here.catalogue.id_of("tick"), LINES].ring
+        ring = one.claimant.backlog._spots[here.catalogue.id_of("tick"), LINES].ring
         assert isinstance(ring, ScanCursor)
         # All are asked for, and of what is left of the round, two are met.
         ring.ask(["x", "y", "a", "b"])
@@ -469,7 +469,7 @@ async def test_a_paused_action_has_none_of_its_lines_claimed(address: str) -> No
         one = await here.instance("one")
         await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
         assert await one.claim() == []
-        assert not one.claimant.ready.due(asyncio.get_running_loop().time())
+        assert not one.claimant.backlog.due(asyncio.get_running_loop().time())
         await here.sql("UPDATE actions SET paused_at = NULL RETURNING 1")
         assert len(await one.claim()) == 1
 
@@ -527,7 +527,7 @@ async def blocks(here: EngineHarness, statement: Statement) -> int:
 async def test_a_claim_of_heads_goes_by_the_lines_even_if_it_was_planned_on_an_empty_table(address: str) -> None:
     """The statement is planned once, when the table may be empty, and any way through it looks as good as another."""
     async with table(address, declare()) as here:
-        one, lane = await here.instance("one"), here.database.lane()
+        one, lane = await here.instance("one"), here.database.dedicated()
         with psycopg.connect(address, autocommit=True) as other:
             other.execute("VACUUM ANALYZE flotilla.runs")
         async with lane.connection() as connection:

@@ -1,4 +1,4 @@
-"""What catches a run when nobody was told: the lookout, the sweep, the death's transaction, and retention."""
+"""What catches a run when nobody was told: the reconciler, the sweep, the death's transaction, and retention."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,8 +13,7 @@ from app.fleet.cluster.registry import BATCH
 from app.fleet.db.namespace import Statement
 from app.fleet.engine.dispatch.claim import MANY
 from app.fleet.engine.enqueue.trigger import Order
-from app.fleet.engine.maintenance import pruner, rescuer
-from app.fleet.engine.maintenance import reconciler as lookout
+from app.fleet.engine.maintenance import pruner, reconciler, rescuer
 from app.fleet.runs import events as stream
 from tests.support.runs import LocalInstance, desk, soon
 from tests.support.service import service
@@ -49,9 +48,9 @@ async def test_a_run_for_later_begins_on_time_and_the_next_one_too(
 ) -> None:
     ids = [(await here.sql(INSERT, delay))[0][0] for delay in (1.0, 1.3, 1.6)]
     # One look finds the first of them. From then on there is none, and who has ended a run knows when the next is due.
-    looks = here.engine.lookout.looks
-    monkeypatch.setattr(lookout, "EVERY", 3600)
-    here.engine.lookout.look_now()
+    looks = here.engine.reconciler.looks
+    monkeypatch.setattr(reconciler, "EVERY", 3600)
+    here.engine.reconciler.look_now()
     await soon(lambda: looked(here, looks + 1))
     for run_id in ids:
         run = await here.ended(run_id)
@@ -60,7 +59,7 @@ async def test_a_run_for_later_begins_on_time_and_the_next_one_too(
 
 
 async def looked(here: LocalInstance, times: int) -> bool:
-    return here.engine.lookout.looks >= times
+    return here.engine.reconciler.looks >= times
 
 
 # -- what a death left over --------------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
 
     monkeypatch.setattr(claimant, "_ask_for_next", fail)
     await here.engine.triggers.trigger([Order("echo", run_at=datetime.now(UTC) + timedelta(hours=1))])
-    await soon(lambda: here.sql("SELECT 1 WHERE %s", claimant.ready.next_due() is not None))
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", claimant.backlog.next_due() is not None))
     run = await here.run("echo")
     assert (run.state, run.attempt) == ("succeeded", 1)
     assert asked
@@ -127,26 +126,26 @@ async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
 async def test_a_completion_whose_answer_was_lost_is_no_late_writer(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = here.engine.executor.ledger
-    genuine = ledger._finish
+    writer = here.engine.executor.writer
+    genuine = writer._finish
     lost: list[bool] = []
 
     async def lose_the_first(*given: Any) -> None:
         if not lost:
-            settled = ledger._settled
-            monkeypatch.setattr(ledger, "_settled", lambda _: None)
+            settled = writer._settled
+            monkeypatch.setattr(writer, "_settled", lambda _: None)
             await genuine(*given)
-            monkeypatch.setattr(ledger, "_settled", settled)
+            monkeypatch.setattr(writer, "_settled", settled)
             lost.append(True)
             raise psycopg.OperationalError("the connection broke under the answer")
         await genuine(*given)
 
-    monkeypatch.setattr(ledger, "_finish", lose_the_first)
+    monkeypatch.setattr(writer, "_finish", lose_the_first)
     run = await here.run("echo", {"a": 1})
     assert lost
     assert run.result == {"a": 1}
     await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.executor.room == 100))
-    assert ledger.fenced["completion"] == 0
+    assert writer.fenced["completion"] == 0
 
 
 async def test_events_whose_answer_was_lost_are_there_once(
@@ -169,7 +168,7 @@ async def test_events_whose_answer_was_lost_are_there_once(
         told = await here.sql("SELECT seq, data->>'n' FROM run_events WHERE run_id = %s ORDER BY seq", run_id)
         assert told == [(3 + number, str(number)) for number in range(30)]
     assert len(lost) > 1
-    assert not here.engine.executor.ledger.fenced
+    assert not here.engine.executor.writer.fenced
 
 
 async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: LocalInstance, address: str) -> None:
@@ -189,10 +188,10 @@ async def test_a_run_that_was_taken_and_claimed_again_by_the_same_instance_has_i
 ) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     former = await here.attempt(run_id)
-    # The claim must notice it alone: the lookout does not compare.
+    # The claim must notice it alone: the reconciler does not compare.
     with here.unwatched():
         await here.sql("UPDATE runs SET state = 'pending' WHERE id = %s RETURNING 1", run_id)
-        here.engine.lookout.look_now()
+        here.engine.reconciler.look_now()
         await ended_fenced(former)
     assert (await here.attempt(run_id)).token == former.token + 1
 
@@ -232,9 +231,9 @@ async def test_every_write_of_an_old_token_is_refused_while_another_attempt_is_r
         with pytest.raises(Fenced):
             await within_commit(by_commit)
         await by_event.emit("late")
-        ledger = here.engine.executor.ledger
-        await ledger.empty()
-        assert ledger.fenced == {"checkpoint": 1, "guard": 1, "commit": 1, "event": 1}
+        writer = here.engine.executor.writer
+        await writer.empty()
+        assert writer.fenced == {"checkpoint": 1, "guard": 1, "commit": 1, "event": 1}
         assert await here.sql("SELECT count(*) FROM runs WHERE state = 'running' AND checkpoint IS NULL") == [(4,)]
         assert await here.sql("SELECT * FROM run_events") == []
 
@@ -253,18 +252,18 @@ async def test_a_commit_waits_for_what_the_run_said_before(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await here.sql(EFFECTS)
-    ledger = here.engine.executor.ledger
-    genuine = ledger._append
+    writer = here.engine.executor.writer
+    genuine = writer._append
 
     async def slowly(*given: Any) -> None:
         await asyncio.sleep(0.3)
         await genuine(*given)
 
-    monkeypatch.setattr(ledger, "_append", slowly)
+    monkeypatch.setattr(writer, "_append", slowly)
     run = await here.run("note")
     assert run.state == "succeeded"
     assert await here.sql("SELECT kind FROM run_events") == [("noting",)]
-    assert not ledger.fenced
+    assert not writer.fenced
 
 
 # -- hung and dead ----------------------------------------------------------------------------------------------------
@@ -349,13 +348,13 @@ async def test_what_ended_long_enough_ago_is_forgotten_with_its_events_and_its_k
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruner, "BATCH", 40)
-    here.engine.retention._batch = 40
+    here.engine.pruner._batch = 40
     walked = await here.run("walk", {"steps": 3, "seconds": 0}, key="once")
     kept = await here.run("echo", key="kept")
     for run_id in await here.trigger_all([Order("noop", key=f"k-{number}") for number in range(100)]):
         await here.ended(run_id)
     await here.sql("UPDATE finished_runs SET expires_at = now() - interval '1 h' WHERE id <> %s RETURNING 1", kept.id)
-    assert await here.engine.retention.prune() == 101
+    assert await here.engine.pruner.prune() == 101
     assert await here.sql("SELECT id FROM finished_runs") == [(kept.id,)]
     assert await here.sql("SELECT run_id FROM run_keys") == [(kept.id,)]
     assert await here.sql("SELECT * FROM run_events WHERE run_id = %s", walked.id) == []
@@ -376,8 +375,8 @@ async def test_a_batch_that_takes_too_long_is_halved(here: LocalInstance, monkey
     await here.sql(slow)
     monkeypatch.setattr(pruner, "LIMIT", 0.4)
     monkeypatch.setattr(pruner, "BATCH", 50)
-    here.engine.retention._batch = 50
-    assert await here.engine.retention.prune() == 60
+    here.engine.pruner._batch = 50
+    assert await here.engine.pruner.prune() == 60
 
 
 SLOW = """
@@ -402,21 +401,21 @@ async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none
     first = min(await here.sql(EXPIRE))[0]
     await here.sql(SLOW.format(run=first))
     async with asyncio.timeout(60):
-        assert await here.engine.retention.prune() == 39
+        assert await here.engine.pruner.prune() == 39
         assert await here.sql("SELECT id FROM finished_runs") == [(first,)]
         ((tried,),) = await here.sql("SELECT last_value FROM tried")
         assert tried <= 8, "halved until it was alone"
-        assert here.engine.retention.skipped == 1
+        assert here.engine.pruner.skipped == 1
         # What ended meanwhile is pruned; the one that was skipped is not tried at each round.
         await here.run("noop")
         await here.sql("UPDATE finished_runs SET expires_at = now() WHERE id > %s RETURNING 1", first)
-        assert await here.engine.retention.prune() == 1
+        assert await here.engine.pruner.prune() == 1
         assert await here.sql("SELECT last_value FROM tried") == [(tried,)]
         # And later it is.
         await here.sql("DROP TRIGGER slow ON finished_runs")
-        monkeypatch.setattr(here.engine.retention, "_anew_at", 0.0)
-        assert await here.engine.retention.prune() == 1
-        assert here.engine.retention.skipped == 0
+        monkeypatch.setattr(here.engine.pruner, "_anew_at", 0.0)
+        assert await here.engine.pruner.prune() == 1
+        assert here.engine.pruner.skipped == 0
 
 
 async def with_many_events(here: LocalInstance) -> int:
@@ -445,7 +444,7 @@ async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
     monkeypatch.setattr(pruner, "EVENTS", 10, raising=False)
     await with_many_events(here)
     await here.sql(most)
-    assert await here.engine.retention.prune() == 1
+    assert await here.engine.pruner.prune() == 1
     assert await here.sql("SELECT count(*) FROM run_events") == [(0,)]
     assert await here.sql("SELECT count(*) FROM finished_runs") == [(0,)]
 
@@ -455,7 +454,7 @@ async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retrie
 ) -> None:
     monkeypatch.setattr(pruner, "EVENTS", 10)
     run_id = await with_many_events(here)
-    genuine = here.engine.retention._in_time
+    genuine = here.engine.pruner._in_time
     pieces: list[object] = []
 
     async def die(statement: Statement, values: dict[str, Any]) -> int | None:
@@ -466,8 +465,8 @@ async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retrie
         return await genuine(statement, values)
 
     with monkeypatch.context() as patch, pytest.raises(psycopg.OperationalError):
-        patch.setattr(here.engine.retention, "_in_time", die)
-        await here.engine.retention.prune()
+        patch.setattr(here.engine.pruner, "_in_time", die)
+        await here.engine.pruner.prune()
     assert await here.sql("SELECT count(*) FROM run_events") == [(83,)]
     assert (await here.running.client.post(f"/runs/{run_id}/retry")).status_code == 404
     assert (await here.running.client.get(f"/runs/{run_id}/events")).status_code == 404
@@ -502,7 +501,7 @@ async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
 async def test_a_feed_that_nobody_reads_is_pruned(here: LocalInstance) -> None:
     await here.run("noop")
     await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
-    await here.engine.retention.prune_feed()
+    await here.engine.pruner.prune_feed()
     assert await here.sql("SELECT state, first, many FROM feed") == [("unread", 1, 3)]
 
 
@@ -515,8 +514,8 @@ async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_ot
     here.engine.executor.pause_claiming(True)
     run_id = await here.trigger("echo")
     # It was told of the run, and has looked for others as well.
-    looks = here.engine.lookout.looks
-    here.engine.lookout.look_now()
+    looks = here.engine.reconciler.looks
+    here.engine.reconciler.look_now()
     await soon(lambda: looked(here, looks + 2))
     assert (await here.look(run_id)).state == "pending"
     here.engine.executor.pause_claiming(False)
@@ -524,8 +523,8 @@ async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_ot
 
 
 async def test_a_defect_of_ours_ends_no_service(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, scheduler, lookout = here.engine.executor, here.engine.scheduler, here.engine.lookout
-    for each, method in ((executor, "_claim"), (scheduler, "_schedule"), (lookout, "_look")):
+    executor, scheduler, reconciler = here.engine.executor, here.engine.scheduler, here.engine.reconciler
+    for each, method in ((executor, "_claim"), (scheduler, "_schedule"), (reconciler, "_look")):
         genuine = getattr(each, method)
         failed: list[bool] = []
 
@@ -537,7 +536,7 @@ async def test_a_defect_of_ours_ends_no_service(here: LocalInstance, monkeypatch
 
         monkeypatch.setattr(each, method, fail_once)
         scheduler.look_now()
-        lookout.look_now()
+        reconciler.look_now()
         run_id = await here.trigger("echo")
         assert (await here.ended(run_id)).state == "succeeded"
 
@@ -553,18 +552,18 @@ async def test_instances_with_the_same_actions_learn_which_part_of_many_places_i
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # At once: nobody waits for its next look.
-    monkeypatch.setattr(lookout, "EVERY", 3600)
+    monkeypatch.setattr(reconciler, "EVERY", 3600)
     async with desk(address) as one, desk(address) as two, service(address, actions=("benchmarks.actions",)) as other:
-        readies = [each.engine.executor.claimant.ready for each in (one, two)]
+        readies = [each.engine.executor.claimant.backlog for each in (one, two)]
         await soon(lambda: one.sql("SELECT 1 WHERE %s", sorted(each.part for each in readies) == [(0, 2), (1, 2)]))
-        assert other.context.engine.executor.claimant.ready.part == (0, 1)
+        assert other.context.engine.executor.claimant.backlog.part == (0, 1)
 
 
 async def test_nobodys_part_of_many_places_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout, "EVERY", 3600)
+    monkeypatch.setattr(reconciler, "EVERY", 3600)
     async with desk(address) as here:
-        ready = here.engine.executor.claimant.ready
-        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.lookout.looks >= 2))
+        ready = here.engine.executor.claimant.backlog
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.looks >= 2))
         # As if another instance had this action in its part, and were not there any more.
         ready.part = ((here.engine.catalogue.id_of("noop") + 1) % 2, 2)
         for run_id in await here.trigger_all([Order("noop", priority=number) for number in range(MANY + 1)]):

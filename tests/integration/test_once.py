@@ -393,7 +393,7 @@ async def test_an_attempt_whose_run_was_taken_over_is_refused_and_counted_and_ha
     gate = tmp_path / "gate"
     run_id = await here.trigger("sift", {"key": "late", "gate": str(gate)})
     await soon(lambda: here.sql("SELECT 1 FROM once_keys WHERE scope = 'sift' AND key = 'late'"))
-    fenced = here.engine.executor.ledger.fenced
+    fenced = here.engine.executor.writer.fenced
     before = fenced["once"]
     with here.unwatched():
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s", run_id)

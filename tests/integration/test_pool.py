@@ -200,7 +200,7 @@ async def test_sessions_borrow_from_the_one_pool_and_give_back(address: str) -> 
 
 async def test_a_lane_plans_by_indexes_and_nobody_else_does(address: str) -> None:
     async with pool(address, pool_min=1, pool_max=6) as database:
-        lane = database.lane()
+        lane = database.dedicated()
         async with lane.connection() as connection:
             assert await (await connection.execute("SHOW enable_seqscan")).fetchone() == ("off",)
         await lane.close()
@@ -213,7 +213,7 @@ async def test_a_lane_plans_by_indexes_and_nobody_else_does(address: str) -> Non
 
 async def test_a_lane_whose_connection_broke_while_idle_makes_room_for_another(address: str) -> None:
     async with pool(address, pool_min=1, pool_max=6) as database:
-        lane = database.lane()
+        lane = database.dedicated()
         async with lane.connection() as connection:
             broken = connection.info.backend_pid
         async with await psycopg.AsyncConnection.connect(address, autocommit=True) as other:
@@ -278,7 +278,7 @@ async def test_every_session_is_read_committed_whatever_the_database_s_default_i
             assert await isolation_of(connection) == ("read committed",)
         async with database.autocommit() as connection:
             assert await isolation_of(connection) == ("read committed",)
-        lane = database.lane()
+        lane = database.dedicated()
         async with lane.connection() as connection:
             assert await isolation_of(connection) == ("read committed",)
         await lane.close()

@@ -105,7 +105,7 @@ async def fails_in_autocommit(database: Database) -> None:
 
 
 async def uses_a_lane(database: Database) -> None:
-    lane = database.lane()
+    lane = database.dedicated()
     try:
         async with lane.connection() as connection:
             await connection.execute("SELECT 1")
@@ -116,7 +116,7 @@ async def uses_a_lane(database: Database) -> None:
 
 
 async def fails_in_a_lane(database: Database) -> None:
-    lane = database.lane()
+    lane = database.dedicated()
     async with lane.connection() as connection:
         await connection.execute("SELECT 1/0")
 

@@ -137,7 +137,7 @@ def machine(
                 run = self.model[run_id]
                 run.state = "pending"
                 run.attempt -= 1 if pause else 0
-            # As the ledger does with what was left.
+            # As the writer does with what was left.
             left = [(run_id, token) for run_id, token in claimed if run_id not in back]
             self.write_end(left, "cancelled", END_CANCELLED)
 

@@ -33,7 +33,7 @@ KINDS = [
     "relay",
     "hub",
     "executor",
-    "lookout",
+    "reconciler",
     "retention",
     "scheduler",
 ]

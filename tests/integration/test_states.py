@@ -39,14 +39,14 @@ async def test_a_state_that_is_added_lets_no_write_of_a_running_run_through(addr
                 async with by_commit.commit():
                     pass
             await by_event.emit("late")
-            ledger = here.engine.executor.ledger
-            ledger.succeeded(by_end, None)
-            ledger.retry(by_retry, 0, "late")
-            await ledger.empty()
+            writer = here.engine.executor.writer
+            writer.succeeded(by_end, None)
+            writer.retry(by_retry, 0, "late")
+            await writer.empty()
             states = await here.sql("SELECT state, events, checkpoint FROM runs")
             assert states == [("held", 2, None)] * 6
             assert await here.sql("SELECT id FROM finished_runs") == []
-            assert ledger.fenced["completion"] >= 2
+            assert writer.fenced["completion"] >= 2
 
 
 async def test_a_state_that_is_added_is_claimed_by_nobody(address: str) -> None:

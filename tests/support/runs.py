@@ -33,12 +33,12 @@ class LocalInstance:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Until the end, the lookout does not see whose its runs are: it would stop one that was taken over."""
+        """Until the end, the reconciler does not see whose its runs are: it would stop one that was taken over."""
 
         async def overlook(*_: object) -> None: ...
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.engine.lookout, "_compare", overlook)
+            patch.setattr(self.engine.reconciler, "_compare", overlook)
             yield
 
     async def led(self) -> None:

@@ -116,7 +116,7 @@ class Claiming:
     async def claim(self, room: int = 100, *, everywhere: bool = True) -> list[Claimed]:
         """Look at every place, or only at those this one was told of."""
         now = asyncio.get_running_loop().time()
-        ready = self.claimant.ready
+        ready = self.claimant.backlog
         if everywhere:
             ((server_now,),) = await self.table.sql("SELECT clock_timestamp()")
             self.claimant.clock.learn(server_now, now)

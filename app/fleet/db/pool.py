@@ -289,7 +289,7 @@ class Database(Service):
         """Make a session that borrows when it is first used; who asked for it commits and closes it."""
         return self._sessions()
 
-    def lane(self) -> DedicatedConnection:
+    def dedicated(self) -> DedicatedConnection:
         """Make a lane: a connection of the pool that its user keeps."""
         return DedicatedConnection(self)
 

@@ -51,18 +51,18 @@ class Engine:
         database: Database,
         member: Member,
         catalogue: Catalogue,
-        course: Lifecycle,
+        lifecycle: Lifecycle,
         stream: Stream,
         shared: Coordination,
     ) -> None:
         self.catalogue = catalogue
         self.triggers = Triggers(database, catalogue, stream.hub)
-        self.executor = Executor(settings, database, member, catalogue, course, stream.relay)
+        self.executor = Executor(settings, database, member, catalogue, lifecycle, stream.relay)
         self.scheduler = Scheduler(
-            database, member, catalogue, course, self.executor.claimant.clock, self.executor.pause_claiming
+            database, member, catalogue, lifecycle, self.executor.claimant.clock, self.executor.pause_claiming
         )
-        self.lookout = Reconciler(database, member, catalogue, self.executor, self.scheduler.expect)
-        self.retention = Pruner(database, member)
+        self.reconciler = Reconciler(database, member, catalogue, self.executor, self.scheduler.expect)
+        self.pruner = Pruner(database, member)
         self.seen = once.SeenStore(database, member)
         self._database = database
         self._member = member
@@ -77,13 +77,13 @@ class Engine:
         member.on_notification("runs", self._runs_wait)
         member.on_notification("cancel", lambda run: self.executor.cancel(int(run)))
         member.on_notification("slots", lambda _: self.scheduler.look_now())
-        member.on_notification("members", lambda _: self.lookout.look_now())
+        member.on_notification("members", lambda _: self.reconciler.look_now())
         member.count_running(lambda: len(self.executor.running_runs))
 
     @property
     def services(self) -> Sequence[Service]:
         """In the order in which they start."""
-        return (self.executor, self.lookout, self.retention, self.scheduler)
+        return (self.executor, self.reconciler, self.pruner, self.scheduler)
 
     async def synchronise(self) -> None:
         """Write the actions of this code into the database, before anything looks for them."""
@@ -102,7 +102,7 @@ class Engine:
         async with self._database.connection() as connection:
             await synchronise(connection, self._database.namespace, self.catalogue)
             await feed.keep(connection, self._database.namespace, self._feed_retention)
-            # Now and not at the lookout's first look: an instance that is ready stands by.
+            # Now and not at the reconciler's first look: an instance that is ready stands by.
             if (me := self._member.identity) is not None:
                 await announce(connection, self._database.namespace, me.id, self.catalogue.ids)
 
@@ -119,18 +119,18 @@ class Engine:
                 await connection.execute(self._database.namespace.sql(MEMBERS))
 
     async def pause(self) -> None:
-        """Stop the executor; the lookout goes on until then, because it sees what is to be cancelled."""
-        await self.retention.stop()
+        """Stop the executor; the reconciler goes on until then, because it sees what is to be cancelled."""
+        await self.pruner.stop()
         await self.executor.stop()
-        await self.lookout.stop()
+        await self.reconciler.stop()
 
     def _elected(self) -> None:
         self.scheduler.look_now()
-        self.lookout.look_now()
+        self.reconciler.look_now()
 
     def _runs_wait(self, rest: str) -> None:
         places = list(parse_notification(rest))
-        others = self.executor.claimant.ready.tell_all(places, self.executor.now())
+        others = self.executor.claimant.backlog.tell_all(places, self.executor.now())
         self.executor.wake()
         if others:
             asyncio.get_running_loop().call_later(LATER, self._still_wait, others)
@@ -140,5 +140,5 @@ class Engine:
     def _still_wait(self, places: Sequence[Told]) -> None:
         """Look at the others' parts too: whoever they belong to may be busy, or gone."""
         for place in places:
-            self.executor.claimant.ready.tell(*place, self.executor.now())
+            self.executor.claimant.backlog.tell(*place, self.executor.now())
         self.executor.wake()

@@ -27,7 +27,7 @@ OPENINGS = 4
 class Context:
     settings: FleetSettings
     version: str
-    course: Lifecycle = field(default_factory=Lifecycle)
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
     in_flight: int = 0
     # Requests whose client left before the whole body had arrived.
     abandoned: int = 0

@@ -218,7 +218,7 @@ class Exchange:
 
     async def _disconnect_or_drain(self) -> Message:
         """Wait for the client to leave; for a stream of events, a drain looks the same."""
-        at_drain = self._context.course.at_drain
+        at_drain = self._context.lifecycle.at_drain
         self._listening = asyncio.timeout(None)
         at_drain.add(self._let_go)
         try:
@@ -233,7 +233,7 @@ class Exchange:
 
     def _let_go(self) -> None:
         """Called whenever it may have become true that this is a stream and this instance drains."""
-        listening, draining = self._listening, self._context.course.phase is Phase.DRAINING
+        listening, draining = self._listening, self._context.lifecycle.phase is Phase.DRAINING
         if self._streams_events and draining and listening is not None and listening.when() is None:
             listening.reschedule(asyncio.get_running_loop().time())
 
@@ -272,7 +272,7 @@ class Exchange:
             await self._send(message)
 
     async def _send_or_cut(self, message: Message) -> None:
-        patience = STALLED_DRAINING if self._context.course.draining.is_set() else STALLED
+        patience = STALLED_DRAINING if self._context.lifecycle.draining.is_set() else STALLED
         try:
             async with asyncio.timeout(patience):
                 await self._send(message)
@@ -288,7 +288,7 @@ class Exchange:
             headers.setdefault(name, value)
         if self._context.settings.production:
             headers.setdefault("strict-transport-security", HSTS)
-        if self._over_limit or self._context.course.phase is Phase.DRAINING:
+        if self._over_limit or self._context.lifecycle.phase is Phase.DRAINING:
             headers["connection"] = "close"
         if status == 405 and "GET" in (allowed := headers.get("allow", "").split(", ")):
             headers["allow"] = ", ".join(dict.fromkeys([*allowed, "HEAD"]))

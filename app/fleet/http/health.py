@@ -72,9 +72,9 @@ async def live() -> Alive:
 @probes.get("/ready", response_model_exclude_none=True, responses={503: {"model": Backlog}})
 async def ready(context: InContext, response: Response) -> Backlog:
     """Say whether this instance should be sent requests."""
-    course = context.course
-    if course.phase is not Phase.READY:
-        answer = Backlog(status=course.phase, reason=course.reason)
+    lifecycle = context.lifecycle
+    if lifecycle.phase is not Phase.READY:
+        answer = Backlog(status=lifecycle.phase, reason=lifecycle.reason)
     elif obstacle := await context.readiness.obstacle():
         answer = Backlog(status="unavailable", reason=obstacle)
     else:

@@ -23,7 +23,7 @@ found by the poll.
 
 When very many become due at once, instances that all looked at all places would mostly find what another has locked.
 Each has a part of the places then, by the action's id, and leaves the others' for `LATER`. How many parts there are,
-and which is ours, is what the lookout last saw; where that is wrong, somebody's part waits for that long.
+and which is ours, is what the reconciler last saw; where that is wrong, somebody's part waits for that long.
 
 Runs in lines wait at a place of their own, and are claimed by a statement of their own (`ordered.py`), under the same
 three conditions.
@@ -155,8 +155,8 @@ WHERE a.id = u.action_id AND a.rate_interval IS NOT NULL
 SHORT = Statement("SELECT set_config('idle_in_transaction_session_timeout', '5000', true)")
 
 # When the next run is due, at places where the claim found no more that were due. It is looked for from the moment of
-# the claim on, and not from the present: a run that has become due since then would be missed until the lookout finds
-# it. What was due at that moment already is locked or paused, and a loop would wait for it.
+# the claim on, and not from the present: a run that has become due since then would be missed until the reconciler
+# finds it. What was due at that moment already is locked or paused, and a loop would wait for it.
 NEXT_DUE = Statement("""
 SELECT p.action_id, p.priority, f.run_at
 FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority), LATERAL (
@@ -359,8 +359,8 @@ class Claimant:
     """Claims for one instance, through whatever connection it is given."""
 
     def __init__(self, namespace: Namespace, catalogue: Catalogue, clock: Clock) -> None:
-        self.ready = Backlog(catalogue, clock)
-        # Limits go by the table. Our code may not know of one that a newer release has declared; until the lookout
+        self.backlog = Backlog(catalogue, clock)
+        # Limits go by the table. Our code may not know of one that a newer release has declared; until the reconciler
         # has told, such an action is left to others.
         self.limited: set[int] = set()
         self.clock = clock
@@ -385,7 +385,7 @@ class Claimant:
             if self._later:
                 await self._ask_for_next(connection, self._later, now)
         except psycopg.Error:
-            # What was taken before is ours, and is not to be forgotten over this; the lookout tells the rest.
+            # What was taken before is ours, and is not to be forgotten over this; the reconciler tells the rest.
             if not rows:
                 raise
         return rows
@@ -490,13 +490,13 @@ class Claimant:
             "room": room,
             "counted": counted,
         }
-        self.ready.begin()
+        self.backlog.begin()
         try:
             async with connection.cursor(binary=True) as cursor:
                 await cursor.execute(self._sql(CLAIM_FEW if room <= FEW else CLAIM), values)
                 rows = await cursor.fetchall()
         finally:
-            told = self.ready.end()
+            told = self.backlog.end()
         cut_short = len(rows) >= room or (len(rows) > 0 and (rows[0][FOUND] or 0) > len(rows))
         self._learn(wanted, rows, cut_short, asked_at, told)
         return rows
@@ -516,11 +516,11 @@ class Claimant:
         for place, (spot, most) in {each.place: (each.spot, each.most) for each in wanted}.items():
             instants = found.get(place, [])
             if not cut_short and len(instants) < most:
-                self.ready.exhausted(place, asked_at, told.get(place))
+                self.backlog.exhausted(place, asked_at, told.get(place))
                 if spot.later:
                     self._later.append(place)
             elif instants:
-                self.ready.found(place, min(max(instants), told.get(place, LATEST)))
+                self.backlog.found(place, min(max(instants), told.get(place, LATEST)))
 
     async def _take_heads(
         self, connection: Connection, me: Identity, wanted: Sequence[Wanted], room: int, now: float, *, counted: bool
@@ -546,7 +546,7 @@ class Claimant:
         assert spot.ring is not None
         asked_at = self.clock.instant(now)
         everywhere = spot.due is not None and spot.due <= now
-        self.ready.begin()
+        self.backlog.begin()
         try:
             # Within the transaction of a limit, a savepoint; otherwise the statement is a transaction of its own.
             async with connection.transaction() if counted else nullcontext():
@@ -562,25 +562,25 @@ class Claimant:
                     counted=counted,
                 )
         except psycopg.errors.UniqueViolation:
-            self.ready.end()
-            self.ready.wait(place, now + ordered.AGAIN)
+            self.backlog.end()
+            self.backlog.wait(place, now + ordered.AGAIN)
             return []
         except BaseException:
-            self.ready.end()
+            self.backlog.end()
             raise
-        told = self.ready.end().get(place)
+        told = self.backlog.end().get(place)
         if found is None:
-            self.ready.exhausted(place, asked_at, told)
+            self.backlog.exhausted(place, asked_at, told)
             return []
         if everywhere and found.complete:
-            self.ready.exhausted(place, asked_at, told)
+            self.backlog.exhausted(place, asked_at, told)
         if everywhere and (found.complete or told is not None):
             # What was told while we looked may be of a line that this round had come past.
             spot.ring.begin()
         if found.later is not None and (found.complete or not everywhere):
-            self.ready.next_is(place, found.later, now)
+            self.backlog.next_is(place, found.later, now)
         if found.rest > 0:
-            self.ready.rest(spot, asyncio.get_running_loop().time() + found.rest)
+            self.backlog.rest(spot, asyncio.get_running_loop().time() + found.rest)
         return found.rows
 
     async def _take_limited(
@@ -607,7 +607,7 @@ class Claimant:
         for identifier, each in by_action.items():
             most, wait = allowed.get(identifier, (0, CONTENDED))
             if most <= 0:
-                self.ready.wait(each.place, now + (BLOCKED if wait is None else min(max(wait, 0.001), BLOCKED)))
+                self.backlog.wait(each.place, now + (BLOCKED if wait is None else min(max(wait, 0.001), BLOCKED)))
         return rows
 
     async def _ask_for_next(self, connection: Connection, places: Sequence[Place], now: float) -> None:
@@ -619,7 +619,7 @@ class Claimant:
         rows = await (await connection.execute(self._sql(NEXT_DUE), values)).fetchall()
         found = {(row[0], row[1]): row[2] for row in rows}
         for place in places:
-            self.ready.next_is(place, found.get(place), now)
+            self.backlog.next_is(place, found.get(place), now)
 
     def _is_mixed(self, group: Sequence[Due]) -> bool:
         return any(self._is_special(place, spot) for place, spot in group)

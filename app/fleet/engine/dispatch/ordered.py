@@ -24,7 +24,7 @@ that tell of places tell of lines. What priority they were given decides nothing
     failure                                      what happens
     the instance dies with a run of a line       the line waits until it is taken back, and then for that run
     the claim's answer is lost                   the same: the run is put back (`maintenance/reconciler.py`)
-    a notification is lost                       the lookout sees that runs of lines wait, two seconds later
+    a notification is lost                       the reconciler sees that runs of lines wait, two seconds later
     the head is locked by somebody               the line is left alone, and found by the next look
     a look was out of date                       refused by the unique index; looked at again after `AGAIN`
 

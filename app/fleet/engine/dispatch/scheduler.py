@@ -23,9 +23,9 @@ nothing: the next instance would get it a millisecond later and find the action 
 
 "Now" is PostgreSQL's, at both places; an instance's own clock is only used to wait.
 
-The leader is punctual: it waits for the next slot. The others follow `BACK_UP` behind it, from what the lookout tells
-them, so that an idle cluster asks no more often for having more instances. An action is only scheduled by instances
-whose code has it.
+The leader is punctual: it waits for the next slot. The others follow `BACK_UP` behind it, from what the reconciler
+tells them, so that an idle cluster asks no more often for having more instances. An action is only scheduled by
+instances whose code has it.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ class Scheduler(Service):
         database: Database,
         member: Member,
         catalogue: Catalogue,
-        course: Lifecycle,
+        lifecycle: Lifecycle,
         clock: Clock,
         on_rush: Callable[[bool], None] = lambda _: None,
     ) -> None:
@@ -150,10 +150,10 @@ class Scheduler(Service):
         self._sql = database.namespace.sql
         self._member = member
         self._catalogue = catalogue
-        self._course = course
+        self._lifecycle = lifecycle
         self._clock = clock
         self._on_rush = on_rush
-        self._lane = database.lane()
+        self._lane = database.dedicated()
         self._due: float | None = None
         # How long to leave what another transaction has locked.
         self._patience = CONTENDED
@@ -203,7 +203,7 @@ class Scheduler(Service):
                     await asyncio.sleep(AFTER_DEFECT)
 
     def _may_schedule(self) -> bool:
-        return not self._course.draining.is_set() and self._member.holds() and len(self._catalogue) > 0
+        return not self._lifecycle.draining.is_set() and self._member.holds() and len(self._catalogue) > 0
 
     async def _schedule(self) -> None:
         """Claim everything that is due, batch by batch, and learn what is due next."""

@@ -1,7 +1,7 @@
 """The executor: claims runs and runs them, as many at once as `FLOTILLA_CONCURRENCY` says.
 
-An attempt is a task, or a thread for a plain function. However it ends, its end goes to the ledger, and its slot is
-free when the ledger has it durably. The executor itself never waits for an action.
+An attempt is a task, or a thread for a plain function. However it ends, its end goes to the writer, and its slot is
+free when the writer has it durably. The executor itself never waits for an action.
 
     an attempt                        is recorded as
     returns                           succeeded, with what it returned
@@ -80,11 +80,11 @@ class Executor(Service):
         database: Database,
         member: Member,
         catalogue: Catalogue,
-        course: Lifecycle,
+        lifecycle: Lifecycle,
         relay: Relay,
     ) -> None:
         super().__init__()
-        self.ledger = RunWriter(database, relay, self._on_settled, self._on_fenced)
+        self.writer = RunWriter(database, relay, self._on_settled, self._on_fenced)
         self._relay = relay
         self.claimant = Claimant(database.namespace, catalogue, Clock())
         self.abandoned = 0
@@ -97,13 +97,13 @@ class Executor(Service):
         self._database = database
         self._member = member
         self._catalogue = catalogue
-        self._course = course
-        self._lane = database.lane()
+        self._lifecycle = lifecycle
+        self._lane = database.dedicated()
         self._running: dict[int, Run[Any]] = {}
         # What we own, from the claim until its end is durable: a slot each.
         self._owned: set[tuple[int, int]] = set()
         self._batch_size = FIRST
-        self._stands_back = False
+        self._claiming_paused = False
         self._wake = asyncio.Event()
         self._failures = FailureLog()
         self._watch = LoopMonitor(lambda: list(self._running.values()))
@@ -132,7 +132,7 @@ class Executor(Service):
 
     def pause_claiming(self, wanted: bool) -> None:
         """Leave new runs to other instances for a moment: this one has many slots to make runs of first."""
-        self._stands_back = wanted
+        self._claiming_paused = wanted
         self._wake.set()
 
     # -- told by others -----------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Executor(Service):
     async def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
         contain_tasks(self._loop)
-        self.ledger.start()
+        self.writer.start()
         self._watch.start(self._loop)
         self._claims = asyncio.create_task(self._claim_for_ever(), name="executor-claims")
         self._ticks = asyncio.create_task(self._tick_for_ever(), name="executor-ticks")
@@ -170,12 +170,12 @@ class Executor(Service):
         await self._pause()
         await cancel_and_wait(self._ticks)
         self._watch.stop()
-        await self.ledger.stop()
+        await self.writer.stop()
         await self._lane.close()
 
     async def _pause(self) -> None:
         """Let attempts finish or take a checkpoint, then give back what is left."""
-        self.ledger.stopping.set()
+        self.writer.stopping.set()
         await self._until_ended(self._pause_timeout - self._hurry)
         for run in list(self._running.values()):
             self._end(run, "paused")
@@ -184,7 +184,7 @@ class Executor(Service):
             self._abandon(run)
         try:
             async with asyncio.timeout(self._hurry / 2):
-                await self.ledger.empty()
+                await self.writer.empty()
         except TimeoutError:
             # The death of this instance's row gives back what could not be written.
             log.warning("executor.unwritten", runs=len(self._owned))
@@ -203,14 +203,14 @@ class Executor(Service):
         while True:
             self._wake.clear()
             now = self._loop.time()
-            due = self.claimant.ready.due(now, 2 * self._batch_size + PLACES) if self._may_claim() else []
+            due = self.claimant.backlog.due(now, 2 * self._batch_size + PLACES) if self._may_claim() else []
             if not due:
-                await self._sleep_until(self.claimant.ready.next_due(), now)
+                await self._sleep_until(self.claimant.backlog.next_due(), now)
                 continue
             try:
                 await self._claim(due, now)
             except (psycopg.Error, DatabaseError) as error:
-                # It may have been committed all the same: the lookout finds runs of ours that we do not know.
+                # It may have been committed all the same: the reconciler finds runs of ours that we do not know.
                 log.debug("executor.claim_failed", reason=" ".join(str(error).split()))
                 await asyncio.sleep(RETRY)
             except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
@@ -218,12 +218,17 @@ class Executor(Service):
                 await asyncio.sleep(AFTER_DEFECT)
 
     def _may_claim(self) -> bool:
-        return self.room > 0 and not self._stands_back and not self._course.draining.is_set() and self._member.holds()
+        return (
+            self.room > 0
+            and not self._claiming_paused
+            and not self._lifecycle.draining.is_set()
+            and self._member.holds()
+        )
 
     async def _sleep_until(self, due: float | None, now: float) -> None:
         """Wait to be wait_for_event, or until something is due; while we may not claim, look again shortly."""
         if not self._may_claim():
-            timeout: float | None = TICK if self.room > 0 and not self._stands_back else None
+            timeout: float | None = TICK if self.room > 0 and not self._claiming_paused else None
         else:
             timeout = None if due is None else max(0.0, due - now)
         await wait_for_event(self._wake, timeout)
@@ -266,10 +271,10 @@ class Executor(Service):
         assert self._loop is not None
         action = self._catalogue.of_id(row[ACTION])
         assert action is not None
-        run: Run[Any] = Run(action, self.ledger, row[:WIDTH])
+        run: Run[Any] = Run(action, self.writer, row[:WIDTH])
         self._owned.add((run.id, run.token))
         if row[WIDTH]:
-            self.ledger.cancelled(run, "cancelled on request, while it waited")
+            self.writer.cancelled(run, "cancelled on request, while it waited")
             return
         if former := self._running.get(run.id):
             # The run was taken from us and claimed by us again: the former attempt must end, whoever noticed first.
@@ -309,16 +314,16 @@ class Executor(Service):
 
     def _ended_well(self, run: Run[Any], action: Action[Any], result: str | None) -> None:
         if run.committed:
-            self.ledger.outcomes["succeeded"] += 1
+            self.writer.outcomes["succeeded"] += 1
             self._settle(run)
         elif run.ending == "fenced":
-            self.ledger.refuse(run, "completion", stop=False)
+            self.writer.refuse(run, "completion", stop=False)
             self._settle(run)
         elif run.ending == "timeout" or (run.ending is None and self.now() > run.deadline):
             # Too late is too late, also for one that kept the loop from noticing.
             self._retry_or_fail(run, exceeded(action, run))
         else:
-            self.ledger.succeeded(run, result)
+            self.writer.succeeded(run, result)
 
     def _ended_badly(self, run: Run[Any], action: Action[Any], error: BaseException) -> None:
         try:
@@ -330,21 +335,21 @@ class Executor(Service):
     def _record_failure(self, run: Run[Any], action: Action[Any], error: BaseException) -> None:
         if run.committed:
             # The effects and the completion are there; what was raised after them changes neither.
-            self.ledger.outcomes["succeeded"] += 1
+            self.writer.outcomes["succeeded"] += 1
             self._settle(run)
             log.warning("run.failed_after_commit", run=run.id, action=run.action, reason=told(error))
         elif run.ending == "fenced":
             self._settle(run)
         elif run.ending == "paused":
-            self.ledger.paused(run)
+            self.writer.paused(run)
         elif run.ending == "cancelled":
-            self.ledger.cancelled(run, "cancelled on request")
+            self.writer.cancelled(run, "cancelled on request")
         elif run.ending == "timeout":
             self._retry_or_fail(run, exceeded(action, run))
         elif isinstance(error, GiveUp):
-            self.ledger.failed(run, f"gave up: {text_of(error)}")
+            self.writer.failed(run, f"gave up: {text_of(error)}")
         elif isinstance(error, PayloadInvalid | NotJson):
-            self.ledger.failed(run, text_of(error))
+            self.writer.failed(run, text_of(error))
         elif isinstance(error, TryAgain):
             self._retry_or_fail(run, text_of(error), wait_of(error))
         else:
@@ -361,9 +366,9 @@ class Executor(Service):
     def _retry_or_fail(self, run: Run[Any], text: str, after: float | None = None) -> None:
         """Without `after`, a retry waits as the action says."""
         if run.tries < run.max_attempts:
-            self.ledger.retry(run, after, text)
+            self.writer.retry(run, after, text)
         else:
-            self.ledger.failed(run, text)
+            self.writer.failed(run, text)
 
     async def _in_thread(self, run: Run[Any], action: Action[Any]) -> Any:
         """Run a plain function in a thread of its own: one that never ends takes nobody else's place."""
@@ -412,9 +417,9 @@ class Executor(Service):
         if run.ending == "fenced":
             self._settle(run)
         elif run.ending == "paused":
-            self.ledger.paused(run)
+            self.writer.paused(run)
         elif run.ending == "cancelled":
-            self.ledger.cancelled(run, "cancelled on request; it ignored its cancellation")
+            self.writer.cancelled(run, "cancelled on request; it ignored its cancellation")
         else:
             self._retry_or_fail(run, exceeded(action, run) + "; it ignored its cancellation")
 
@@ -434,16 +439,16 @@ class Executor(Service):
                 except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
                     log.error("engine.defect", error=error, service="executor")
 
-    # -- told by the ledger -------------------------------------------------------------------------------------------
+    # -- told by the writer -------------------------------------------------------------------------------------------
 
     def _on_settled(self, runs: Sequence[Run[Any]]) -> None:
         self._owned.difference_update([(run.id, run.token) for run in runs])
         assert self._loop is not None
         for action_id in {run.action_id for run in runs if run.limited or run.action_id in self.claimant.limited}:
-            self.claimant.ready.look_at_action(action_id, self._loop.time())
+            self.claimant.backlog.look_at_action(action_id, self._loop.time())
         for run in runs:
             if run.ordering_key is not None:
-                self.claimant.ready.tell_ended(run.action_id, run.ordering_key)
+                self.claimant.backlog.tell_ended(run.action_id, run.ordering_key)
         self._wake.set()
 
     def _on_fenced(self, run: Run[Any]) -> None:

@@ -55,9 +55,9 @@ class Run(Generic[P]):
         "_action",
         "_checkpoint_text",
         "_last_checkpoint",
-        "_ledger",
         "_payload",
         "_payload_text",
+        "_writer",
         "action_id",
         "attempt",
         "blocked",
@@ -86,12 +86,12 @@ class Run(Generic[P]):
     def __init__(
         self,
         action: "Action[P]",
-        ledger: "RunWriter",
+        writer: "RunWriter",
         row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None, int, str | None],
     ) -> None:
         """`row` is what a claim returns (`runs/claim.py`)."""
         self._action = action
-        self._ledger = ledger
+        self._writer = writer
         (
             self.id, self.action_id, self.token, self.attempt, deaths, self.max_attempts, self.priority, self.trigger,
             self.scheduled_for, self._payload_text, self._checkpoint_text, self.events, self.ordering_key,
@@ -104,7 +104,7 @@ class Run(Generic[P]):
         self.committing = self.committed = False
         # Events that are not written yet, and their size; `events` counts those that are, with the changes of state.
         self.said = self.said_weight = 0
-        # Its end is with the ledger, or needs no writing. What this attempt says after that is refused.
+        # Its end is with the writer, or needs no writing. What this attempt says after that is refused.
         self.recorded = False
         # Why its task was cancelled, if it was; set by the executor.
         self.ending: str | None = None
@@ -137,7 +137,7 @@ class Run(Generic[P]):
     @property
     def stopping(self) -> asyncio.Event:
         """Set when the executor pauses, in a shutdown; a thread may look at it too, with `is_set()`."""
-        return self._ledger.stopping
+        return self._writer.stopping
 
     @property
     def blocking(self) -> "Blocking":
@@ -147,7 +147,7 @@ class Run(Generic[P]):
     async def checkpoint(self, state: Any) -> None:
         """Keep this, durably. If the instance drains, the run stops here and goes on from it elsewhere."""
         text = as_json(state, "the checkpoint", STATE_MOST)
-        await self._ledger.checkpoint(self, text)
+        await self._writer.checkpoint(self, text)
         self._last_checkpoint = json.loads(text)
         if self.stopping.is_set():
             self.ending = self.ending or "paused"
@@ -174,7 +174,7 @@ class Run(Generic[P]):
         await self._say(PROGRESS, {"done": done, "text": text})
 
     async def _say(self, kind: str, data: Any) -> None:
-        await self._ledger.emit(self, kind, None if data is None else as_json(data, "the event", EVENT_MOST))
+        await self._writer.emit(self, kind, None if data is None else as_json(data, "the event", EVENT_MOST))
 
     @asynccontextmanager
     async def commit(self, result: Any = None) -> AsyncIterator[AsyncSession]:
@@ -182,16 +182,16 @@ class Run(Generic[P]):
         self.result = result
         self.committing = True
         try:
-            async with self._ledger.committing(self) as session:
+            async with self._writer.committing(self) as session:
                 yield session
-                await self._ledger.complete_in(session, self)
+                await self._writer.complete_in(session, self)
             self.committed = True
         finally:
             self.committing = self.committed
 
     async def guard(self, session: AsyncSession) -> None:
         """Let this transaction commit only while the run is ours: nobody can take it over before the commit."""
-        await self._ledger.guard(session, self)
+        await self._writer.guard(session, self)
 
 
 # Whose attempt this code is part of, set in the task of each attempt; nobody's outside of runs.
@@ -229,7 +229,7 @@ class Blocking:
         if self._run.ending is not None:
             work.close()
             raise asyncio.CancelledError(self._run.ending)
-        return self._run._ledger.wait_from_thread(work)  # noqa: SLF001 — one object in two shapes
+        return self._run._writer.wait_from_thread(work)  # noqa: SLF001 — one object in two shapes
 
 
 def as_json(value: Any, what: str, most: int) -> str:

@@ -1,4 +1,4 @@
-"""The ledger: everything an attempt writes about its run, in batches, and never with an old token.
+"""The writer: everything an attempt writes about its run, in batches, and never with an old token.
 
 One writer for each instance, on a connection of its own. While a batch is on its way, the next one fills: a lone run
 is written at once, a flood in batches of `BATCH`. In each round it writes, in this order:
@@ -12,7 +12,7 @@ more. So a run that emits without end delays nobody else: it fills its own `UNWR
 
 No statement waits for a row that another transaction has locked: one that is guarded by the run, or a user's own. Each
 locks its rows first and skips those that are locked. The statement that ends runs does so only if it has had to wait
-(`FINISH`). What was skipped stays with the ledger and is written `HELD_FOR` later. So a transaction that stays open
+(`FINISH`). What was skipped stays with the writer and is written `HELD_FOR` later. So a transaction that stays open
 delays the run whose row it holds, and no other.
 
 Every statement asks for `(id, token)` and the state `running`. A row that is not found was taken over: that write is
@@ -252,7 +252,7 @@ class RunWriter:
         self._sql = database.namespace.sql
         self._settled = on_settled
         self._on_fenced = on_fenced
-        self._lane = database.lane()
+        self._lane = database.dedicated()
         self._ended: list[Ended] = []
         self._returned: list[Returned] = []
         self._kept: list[Kept] = []
@@ -355,7 +355,7 @@ class RunWriter:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.create_task(self._write_for_ever(), name="ledger")
+        self._task = asyncio.create_task(self._write_for_ever(), name="writer")
 
     async def empty(self) -> None:
         """Wait until everything said so far is written."""
@@ -383,7 +383,7 @@ class RunWriter:
             try:
                 await self._write_round()
             except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
-                log.error("engine.defect", error=error, service="ledger")
+                log.error("engine.defect", error=error, service="writer")
                 await asyncio.sleep(AFTER_DEFECT)
             finally:
                 self._idle.set()

@@ -111,7 +111,7 @@ class Old(NamedTuple):
 
 
 class Pruner(Service):
-    name = "retention"
+    name = "pruner"
 
     def __init__(self, database: Database, member: Member) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Pruner(Service):
 
     async def _start(self) -> None:
         self._tasks = [
-            asyncio.create_task(self._prune_for_ever(what, prune, rounds), name=f"retention-{what}")
+            asyncio.create_task(self._prune_for_ever(what, prune, rounds), name=f"prune-{what}")
             for what, prune, rounds in (
                 ("runs", self.prune, itertools.count(1)),
                 ("feed", self.prune_feed, itertools.count(SELDOM, SELDOM)),
@@ -159,10 +159,10 @@ class Pruner(Service):
                 failing = False
             except (psycopg.Error, DatabaseError) as error:
                 if not failing:
-                    log.warning("retention.failed", what=what, reason=" ".join(str(error).split()))
+                    log.warning("pruner.failed", what=what, reason=" ".join(str(error).split()))
                 failing = True
             except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
-                log.error("engine.defect", error=error, service="retention")
+                log.error("engine.defect", error=error, service="pruner")
 
     async def prune_feed(self) -> None:
         """Delete what the feed has kept for long enough."""
@@ -218,7 +218,7 @@ class Pruner(Service):
                 self._skip(batch[0])
             else:
                 self._batch = max(1, len(batch) // 2)
-                log.info("retention.slowed", batch=self._batch)
+                log.info("pruner.slowed", batch=self._batch)
             if in_time or len(batch) == 1:
                 done += len(batch)
             await asyncio.sleep(loop.time() - began)
@@ -231,7 +231,7 @@ class Pruner(Service):
     def _skip(self, run: Old) -> None:
         if run.id not in self._skipped:
             self._skipped.add(run.id)
-            log.warning("retention.skipped", run=run.id, events=run.events, seconds=LIMIT)
+            log.warning("pruner.skipped", run=run.id, events=run.events, seconds=LIMIT)
 
     async def _prune_runs(self, old: Sequence[Old]) -> bool:
         """Delete these runs in one transaction; return whether it took less than `LIMIT`."""

@@ -1,4 +1,4 @@
-"""The lookout: one statement every two seconds that sees whatever a notification should have told, and did not.
+"""The reconciler: one statement every two seconds that sees whatever a notification should have told, and did not.
 
 Everything that is quick in the engine is quick because somebody was told. This is why it is also right when nobody
 was. `LOOK` answers with rows of several kinds:
@@ -56,7 +56,8 @@ from app.fleet.telemetry.logs import events
 EVERY = 2.0
 AFTER_DEFECT = 1.0
 BACK_UP = 1.0
-# A lookout that fails so often in a row says so: without it, whatever a notification did not tell is not seen at all.
+# A reconciler that fails so often in a row says so: without it, whatever a notification did not tell is not seen at
+# all.
 FAILED_OFTEN = 5
 # For how long it is one instance's turn: longer than any interval between two looks, so that it looks at least once.
 TURN = 1.5 * EVERY
@@ -140,7 +141,7 @@ SELECT action_id, priority, run_at, id FROM back
 
 
 class Reconciler(Service):
-    name = "lookout"
+    name = "reconciler"
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class Reconciler(Service):
         self._wake.set()
 
     async def _start(self) -> None:
-        self._task = asyncio.create_task(self._look_for_ever(), name="lookout")
+        self._task = asyncio.create_task(self._look_for_ever(), name="reconciler")
 
     async def _stop(self) -> None:
         await cancel_and_wait(self._task)
@@ -194,11 +195,11 @@ class Reconciler(Service):
                     self._failed += 1
                     reason = " ".join(str(error).split())
                     if self._failed % FAILED_OFTEN == 0:
-                        log.warning("lookout.failed", reason=reason)
+                        log.warning("reconciler.failed", reason=reason)
                     else:
-                        log.debug("lookout.failed", reason=reason)
+                        log.debug("reconciler.failed", reason=reason)
                 except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
-                    log.error("engine.defect", error=error, service="lookout")
+                    log.error("engine.defect", error=error, service="reconciler")
                     await asyncio.sleep(AFTER_DEFECT)
             pause = EVERY * random.uniform(0.75, 1.25)
             await wait_for_event(self._wake, pause)
@@ -221,11 +222,11 @@ class Reconciler(Service):
                 by_kind.setdefault(kind, []).append(tuple(rest))
             ((before_us, alike, server_now, announced),) = by_kind["now"]
             parts = max(1, alike)
-            self._executor.claimant.ready.part = (before_us % parts, parts)
+            self._executor.claimant.backlog.part = (before_us % parts, parts)
             self._executor.claimant.clock.learn(server_now, now)
             self._executor.claimant.limited = {action_id for action_id, *_ in by_kind.get("limit", [])}
             for action_id, priority, run_at, _ in by_kind.get("place", []):
-                self._executor.claimant.ready.tell(action_id, priority, run_at, now)
+                self._executor.claimant.backlog.tell(action_id, priority, run_at, now)
             self._executor.wake()
             waits = [(server_now - run_at).total_seconds() for _, _, run_at, _ in by_kind.get("place", [])]
             self.oldest_wait = max([0.0, *waits])
@@ -271,7 +272,7 @@ class Reconciler(Service):
             put_back = await (await connection.execute(self._database.namespace.sql(PUT_BACK), values)).fetchall()
             now = asyncio.get_running_loop().time()
             for action_id, priority, run_at, _ in put_back:
-                self._executor.claimant.ready.tell(action_id, priority, run_at, now)
+                self._executor.claimant.backlog.tell(action_id, priority, run_at, now)
             self._executor.wake()
             if put_back:
                 # The others had ended, or had been given back, between the look and now.

@@ -392,7 +392,7 @@ class SeenStore:
     def _refused(self, block: Block) -> Fenced:
         """Count it, like whatever else an attempt writes too late."""
         if (run := block.owner.run) is not None:
-            run._ledger.refuse(run, "once", stop=False)  # noqa: SLF001 — an attempt has one ledger
+            run._writer.refuse(run, "once", stop=False)  # noqa: SLF001 — an attempt has one writer
         return Fenced(
             f"{block.owner} is out of date: it was taken for dead, or its run has ended. Its keys of {block.scope!r} "
             f"are free for others, and nothing that was done in the block's session is kept"

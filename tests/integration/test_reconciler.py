@@ -1,4 +1,4 @@
-"""What the lookout reads, and what it leaves alone: a claim under way, and a run whose end could not be written."""
+"""What the reconciler reads, and what it leaves alone: a claim under way, and a run whose end could not be written."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,8 +34,8 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 async def looks(here: LocalInstance, many: int = 4) -> None:
     """Wait until it has looked so often from now on."""
-    before = here.engine.lookout.looks
-    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.lookout.looks >= before + many))
+    before = here.engine.reconciler.looks
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.looks >= before + many))
 
 
 async def test_a_claim_that_takes_its_time_keeps_what_it_has_taken(
@@ -67,16 +67,16 @@ async def test_a_run_that_ended_while_the_database_was_away_is_not_taken_for_one
     address = own_postgres.new_migrated_database()
     async with desk(address) as owner, desk(address) as other:
         await owner.led()
-        other.running.context.course.draining.set()
+        other.running.context.lifecycle.draining.set()
         attempt = await owner.attempt(await owner.trigger("nap", {"seconds": 0.5}))
-        ledger = owner.engine.executor.ledger
-        genuine, gate = ledger._finish, asyncio.Event()
+        writer = owner.engine.executor.writer
+        genuine, gate = writer._finish, asyncio.Event()
 
         async def write_later(*given: Any) -> None:
             await gate.wait()
             await genuine(*given)
 
-        monkeypatch.setattr(ledger, "_finish", write_later)
+        monkeypatch.setattr(writer, "_finish", write_later)
         await asyncio.to_thread(own_postgres.stop, "immediate")
         assert attempt.task is not None
         await asyncio.wait([attempt.task])
@@ -99,7 +99,7 @@ async def test_a_lookout_that_fails_again_and_again_says_so(
     monkeypatch.setattr(reconciler, "LOOK", broken)
 
     async def said() -> bool:
-        return any(each.levelname == "WARNING" and each.msg == "lookout.failed" for each in caplog.records)
+        return any(each.levelname == "WARNING" and each.msg == "reconciler.failed" for each in caplog.records)
 
     await soon(said)
 
