@@ -169,13 +169,16 @@ async def test_a_busy_pool_is_no_outage(address: str) -> None:
 
 
 async def test_a_failed_statement_is_no_outage(address: str) -> None:
-    async with pool(address, statement_timeout=0.2) as database:
+    limit = "SET LOCAL statement_timeout = '100ms'"
+    async with pool(address) as database:
         for statement in ("SELECT 1/0", "SELECT * FROM nowhere", "SELECT pg_sleep(5)"):
             with pytest.raises(DBAPIError):
                 async with database.session() as session:
+                    await session.execute(text(limit))
                     await session.execute(text(statement))
             with pytest.raises(psycopg.Error):
                 async with database.connection() as connection:
+                    await connection.execute(limit)
                     await connection.execute(statement.encode())
         assert database.healthy
         assert database.outages == 0
