@@ -48,7 +48,7 @@ from benchmarks import (
 )
 from benchmarks.conditions import two_cores
 from tests.support import fleet
-from tests.support.slipway import ForkServer
+from tests.support.fork_server import ForkServer
 
 ALL = {
     "throughput": throughput.run,
@@ -79,8 +79,8 @@ def main() -> None:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     two_cores()
     if given.short:
-        # To see that it works, instances may come from where those of the tests do, on a server that is as new.
-        fleet.slipway = ForkServer()
+        # A short round only checks that the benchmark works, so its instances may be forked, on a new server.
+        fleet.fork_server = ForkServer()
         conditions.SEGMENTS = 0
     # The service configures the log of the process it is in, and then every request of ours is in it.
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -63,7 +63,7 @@ def shown_by(session: psycopg.Connection[tuple[object, ...]], name: str) -> str:
 
 
 @contextmanager
-def instances(count: int, **env: str) -> Iterator[tuple[Postgres, Fleet, list[InstanceProcess]]]:
+def started_instances(count: int, **env: str) -> Iterator[tuple[Postgres, Fleet, list[InstanceProcess]]]:
     """Run that many real instances of the service, with the actions of the benchmarks."""
     own = {"FLOTILLA_ACTIONS": ACTIONS, "FLOTILLA_LOG_LEVEL": "warning", **env}
     with (

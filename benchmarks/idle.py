@@ -35,9 +35,9 @@ def watch(size: int, settled: float, watched: float) -> str:
         tempfile.TemporaryDirectory() as folder,
         Fleet(postgres.address_of(), Path(folder), FLOTILLA_ACTIONS=ACTIONS) as fleet,
     ):
-        ships = fleet.start(size)
-        leader = leader_of(ships).me()["name"]
-        names = {ship.me()["name"] for ship in ships}
+        instances = fleet.start(size)
+        leader = leader_of(instances).me()["name"]
+        names = {instance.me()["name"] for instance in instances}
         time.sleep(settled)
         with postgres.session() as session:
             row = session.execute(

@@ -16,7 +16,7 @@ import psycopg
 import uvloop
 
 from app.fleet import Order, trigger_many
-from benchmarks.conditions import ACTIONS, instances
+from benchmarks.conditions import ACTIONS, started_instances
 from benchmarks.latency import JSON, asked, connected
 from benchmarks.report import rates
 from tests.support.fleet import InstanceProcess
@@ -34,20 +34,20 @@ PAUSE = "/actions/noop/pause"
 
 def run(*, short: bool) -> None:
     rounds, share = (1, 0.1) if short else (ROUNDS, 1.0)
-    with instances(1) as (postgres, _, (ship,)):
-        rest = over_rest(postgres.address_of(), ship, rounds, int(REST_RUNS * share))
-        ship.end()
+    with started_instances(1) as (postgres, _, (instance,)):
+        rest = over_rest(postgres.address_of(), instance, rounds, int(REST_RUNS * share))
+        instance.end()
         code = uvloop.run(in_code(postgres.new_database(), rounds, int(CODE_RUNS * share)))
     print(f"{'':<46} runs/s in each of {rounds} rounds")
     print(rates("POST /runs:batch, 1,000 each, two clients", rest, least=REST_LEAST))
     print(rates("trigger_many, 1,000 each, two tasks", code, least=CODE_LEAST))
 
 
-def over_rest(address: str, ship: InstanceProcess, rounds: int, runs: int) -> list[float]:
+def over_rest(address: str, instance: InstanceProcess, rounds: int, runs: int) -> list[float]:
     each = runs // CLIENTS // BATCH
     orders = [{"action": "noop", "payload": {"number": n, "name": "Flotilla", "ok": True}} for n in range(BATCH)]
     body = json.dumps({"runs": orders}).encode()
-    connections = [connected(ship) for _ in range(CLIENTS)]
+    connections = [connected(instance) for _ in range(CLIENTS)]
     asked(connections[0], "POST", PAUSE, 200)
     measured = []
     with ThreadPoolExecutor(CLIENTS) as threads:

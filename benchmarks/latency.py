@@ -14,7 +14,7 @@ from datetime import datetime
 from http.client import HTTPConnection
 from typing import Any
 
-from benchmarks.conditions import instances
+from benchmarks.conditions import started_instances
 from benchmarks.marks import Marks
 from benchmarks.report import distribution
 from tests.support.fleet import InstanceProcess
@@ -30,8 +30,8 @@ P99 = 20
 
 def run(*, short: bool) -> None:
     samples = 30 if short else SAMPLES
-    with Marks() as marks, instances(INSTANCES, **marks.env) as (_, _, ships):
-        connections = [connected(ship) for ship in ships]
+    with Marks() as marks, started_instances(INSTANCES, **marks.env) as (_, _, instances):
+        connections = [connected(instance) for instance in instances]
         sent = {}
         for number in range(samples + WARM_UP):
             time.sleep(random.uniform(*APART))
@@ -50,8 +50,8 @@ def run(*, short: bool) -> None:
     print(distribution("created_at → started_at", claimed, median_ms=MEDIAN, bound_ms=P99))
 
 
-def connected(ship: InstanceProcess) -> HTTPConnection:
-    connection = HTTPConnection("127.0.0.1", ship.port, timeout=30)
+def connected(instance: InstanceProcess) -> HTTPConnection:
+    connection = HTTPConnection("127.0.0.1", instance.port, timeout=30)
     connection.connect()
     return connection
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import psycopg
 
 from app.fleet.cluster.link import clock
-from benchmarks.conditions import instances
+from benchmarks.conditions import started_instances
 from benchmarks.report import verdict
 from benchmarks.streams import statements
 from tests.support.fleet import InstanceProcess
@@ -31,28 +31,31 @@ STATEMENTS_MOST = 50
 def run(*, short: bool) -> None:
     # Each has room for one run, so that each has one.
     env = {"FLOTILLA_ACTIONS": "tests.support.trial_actions", "FLOTILLA_CONCURRENCY": "1"}
-    with instances(3, **env) as (postgres, _, ships), postgres.session() as session:
+    with started_instances(3, **env) as (postgres, _, instances), postgres.session() as session:
         time.sleep(SETTLED)
         idle = rate_of_statements(session, 2.0)
         print(f"with nobody who asks: {idle:.0f} statements/s")
         for crowd in CROWDS[:1] if short else CROWDS:
-            one_crowd(session, ships, crowd, 1.0 if short else WATCHED, idle)
+            one_crowd(session, instances, crowd, 1.0 if short else WATCHED, idle)
 
 
 def one_crowd(
     session: psycopg.Connection[tuple[object, ...]],
-    ships: Sequence[InstanceProcess],
+    instances: Sequence[InstanceProcess],
     crowd: Sequence[int],
     watched: float,
     idle: float,
 ) -> None:
     until = clock() + 2 * SETTLED + watched
     payload = {"rate": f"{RATE}/s", "until": until}
-    ids = [ship.trigger("take-permits", {**payload, "workers": n})["id"] for ship, n in zip(ships, crowd, strict=True)]
-    eventually(lambda: all(ships[0].run(run_id)["state"] == "running" for run_id in ids))
+    ids = [
+        instance.trigger("take-permits", {**payload, "workers": n})["id"]
+        for instance, n in zip(instances, crowd, strict=True)
+    ]
+    eventually(lambda: all(instances[0].run(run_id)["state"] == "running" for run_id in ids))
     time.sleep(max(0.0, until - watched - clock()))
     asked = rate_of_statements(session, watched - 0.1) - idle
-    shares = {run["instance"]: run["result"] for run in (ships[0].ended(run_id) for run_id in ids)}
+    shares = {run["instance"]: run["result"] for run in (instances[0].ended(run_id) for run_id in ids)}
     counted = [[each for each in instants if until - watched <= each < until] for instants in shares.values()]
     total = sum(len(each) for each in counted)
     error = total / watched / RATE - 1

@@ -41,11 +41,11 @@ def run(*, short: bool) -> None:
     with durable_server() as postgres, tempfile.TemporaryDirectory() as folder:
         address = postgres.new_database()
         with Fleet(address, Path(folder), FLOTILLA_ACTIONS=ACTIONS, **settings) as fleet:
-            (ship,) = fleet.start()
+            (instance,) = fleet.start()
             for _ in range(rounds):
                 for name, (lines, runs) in SHAPES.items():
                     wanted = max(AT_ONCE, int(runs * share))
-                    measured[name].append(burn_down(postgres, address, ship, wanted, lines))
+                    measured[name].append(burn_down(postgres, address, instance, wanted, lines))
                     if lines == 1:
                         quarters.append(last_quarter(postgres, address, wanted))
     print(f"{'':<46} runs/s in each of {rounds} rounds")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.conditions import ACTIONS, instances
+from benchmarks.conditions import ACTIONS, started_instances
 from benchmarks.marks import Marks
 from benchmarks.report import distribution, percentile, verdict
 from tests.support.fleet import Fleet, InstanceProcess
@@ -39,52 +39,55 @@ def run(*, short: bool) -> None:
     samples, contenders, turns, many, watched, ends = (
         (20, 6, 3, 20, 2.0, 1) if short else (SAMPLES, CONTENDERS, TURNS, MANY, WATCHED, ENDS)
     )
-    with instances(INSTANCES) as (_, _, ships):
-        print(distribution("uncontended, taken and released", alone(ships[0], samples), median_ms=MEDIAN_ALONE))
-        turns_taken = contended(ships, contenders, turns)
+    with started_instances(INSTANCES) as (_, _, instances):
+        print(distribution("uncontended, taken and released", alone(instances[0], samples), median_ms=MEDIAN_ALONE))
+        turns_taken = contended(instances, contenders, turns)
         handed_over = [(begun - ended) / 1e9 for (_, ended, _), (begun, _, _) in pairwise(turns_taken)]
         label = f"{contenders} contenders, handed over"
         print(distribution(label, handed_over, bound_ms=P99_CONTENDED))
         print(f"{'others between two turns of one':<38} {fairness(turns_taken)}")
-    with instances(1) as (postgres, _, (ship,)):
+    with started_instances(1) as (postgres, _, (instance,)):
         with postgres.session() as session:
             session.execute("ALTER SYSTEM SET log_statement = 'all'")
             session.execute("SELECT pg_reload_conf()")
-        held = ship.trigger("hold-many", {"locks": many, "seconds": watched + 30})
-        while len(ship.client.get("/locks").json()["items"]) < many:
+        held = instance.trigger("hold-many", {"locks": many, "seconds": watched + 30})
+        while len(instance.client.get("/locks").json()["items"]) < many:
             time.sleep(0.1)
         before = postgres.log.read_text(errors="replace")
         time.sleep(watched)
         log = postgres.log.read_text(errors="replace")[len(before) :]
-        ship.client.post(f"/runs/{held['id']}/cancel")
+        instance.client.post(f"/runs/{held['id']}/cancel")
     renewals, beats = log.count(RENEWED), log.count(BEATEN)
     one = verdict(abs(renewals - beats) <= 1)
     print(f"{many:,} locks held: {renewals} renewals at {beats} heartbeats   one statement per heartbeat: {one}")
 
-    with Marks() as marks, instances(INSTANCES, **marks.env, FLOTILLA_ACTIONS=WITH_BEACON) as (_, fleet, ships):
-        killed = [seconds_to_move(marks, fleet, ships, InstanceProcess.kill) for _ in range(ends)]
-        left = [seconds_to_move(marks, fleet, ships, InstanceProcess.terminate) for _ in range(ends)]
+    with (
+        Marks() as marks,
+        started_instances(INSTANCES, **marks.env, FLOTILLA_ACTIONS=WITH_BEACON) as (_, fleet, instances),
+    ):
+        killed = [seconds_to_move(marks, fleet, instances, InstanceProcess.kill) for _ in range(ends)]
+        left = [seconds_to_move(marks, fleet, instances, InstanceProcess.terminate) for _ in range(ends)]
     print(distribution("a singleton's instance is killed", killed, bound_ms=P99_TAKEN_OVER))
     print(distribution("a singleton's instance is to leave", left, bound_ms=P99_HANDED_OVER))
 
 
 def seconds_to_move(
-    marks: Marks, fleet: Fleet, ships: list[InstanceProcess], end: Callable[[InstanceProcess], None]
+    marks: Marks, fleet: Fleet, instances: list[InstanceProcess], end: Callable[[InstanceProcess], None]
 ) -> float:
     """End the instance that runs it, wait until it begins elsewhere, and replace the one that is gone."""
-    running = marks.wait(lambda mark: mark.pid in {ship.pid for ship in ships})
-    owner = next(ship for ship in ships if ship.pid == running.pid)
+    running = marks.wait(lambda mark: mark.pid in {instance.pid for instance in instances})
+    owner = next(instance for instance in instances if instance.pid == running.pid)
     began = time.monotonic_ns()
     end(owner)
     moved = marks.wait(lambda mark: mark.run > running.run)
-    ships.remove(owner)
-    ships.append(fleet.launch().wait_ready())
+    instances.remove(owner)
+    instances.append(fleet.launch().wait_ready())
     return (moved.monotonic - began) / 1e9
 
 
-def alone(ship: InstanceProcess, samples: int) -> list[float]:
-    run_id = ship.trigger("lock-alone", {"samples": samples})["id"]
-    taken: list[float] = ship.ended(run_id, within=120)["result"]
+def alone(instance: InstanceProcess, samples: int) -> list[float]:
+    run_id = instance.trigger("lock-alone", {"samples": samples})["id"]
+    taken: list[float] = instance.ended(run_id, within=120)["result"]
     return taken
 
 
@@ -92,16 +95,16 @@ def alone(ship: InstanceProcess, samples: int) -> list[float]:
 Turn = tuple[int, int, int]
 
 
-def contended(ships: Sequence[InstanceProcess], contenders: int, turns: int) -> list[Turn]:
+def contended(instances: Sequence[InstanceProcess], contenders: int, turns: int) -> list[Turn]:
     """Have them all take the lock so many times, and return all turns in the order in which they were."""
     payload = {"turns": turns, "at": time.monotonic() + 3}
-    ids = ships[0].trigger_all([{"action": "contend", "payload": payload}] * contenders)
-    found: list[Any] = [ship_turns(ships[0], run_id) for run_id in ids]
+    ids = instances[0].trigger_all([{"action": "contend", "payload": payload}] * contenders)
+    found: list[Any] = [turns_of(instances[0], run_id) for run_id in ids]
     return sorted(turn for each in found for turn in each)
 
 
-def ship_turns(ship: InstanceProcess, run_id: int) -> list[Turn]:
-    return [(begun, ended, run_id) for begun, ended in ship.ended(run_id, within=240)["result"]]
+def turns_of(instance: InstanceProcess, run_id: int) -> list[Turn]:
+    return [(begun, ended, run_id) for begun, ended in instance.ended(run_id, within=240)["result"]]
 
 
 def fairness(turns: Sequence[Turn]) -> str:

@@ -26,36 +26,36 @@ def run(*, short: bool) -> None:
         tempfile.TemporaryDirectory() as folder,
         Fleet(postgres.address_of(), Path(folder)) as fleet,
     ):
-        ships = fleet.start(INSTANCES)
-        leader_of(ships)
+        instances = fleet.start(INSTANCES)
+        leader_of(instances)
         for away in AWAY[:1] if short else AWAY:
-            one_outage(postgres, ships, away)
+            one_outage(postgres, instances, away)
         # Each takes as long as the lease; the short form is about whether it works, which tests of death say too.
-        seconds = [] if short else [freeze(ships) for _ in range(FREEZES)]
+        seconds = [] if short else [freeze(instances) for _ in range(FREEZES)]
     if seconds:
         print(distribution("SIGSTOP → gone (the server's lease)", seconds, bound_ms=7000))
 
 
-def one_outage(postgres: Postgres, ships: list[InstanceProcess], away: float) -> None:
-    before = [ship.me()["id"] for ship in ships]
+def one_outage(postgres: Postgres, instances: list[InstanceProcess], away: float) -> None:
+    before = [instance.me()["id"] for instance in instances]
     postgres.stop("immediate")
     time.sleep(away)
     postgres.start_again()
     until(lambda: answers(postgres))
-    ready = until(lambda: all(ship.status() == 200 for ship in ships))
-    same = [ship.me()["id"] for ship in ships] == before
-    false_deaths = sum(len(ship.lines("instance.gone")) for ship in ships)
+    ready = until(lambda: all(instance.status() == 200 for instance in instances))
+    same = [instance.me()["id"] for instance in instances] == before
+    false_deaths = sum(len(instance.lines("instance.gone")) for instance in instances)
     print(
-        f"PostgreSQL away {away:4.0f} s → all {len(ships)} ready {ready:5.2f} s after it accepts connections "
+        f"PostgreSQL away {away:4.0f} s → all {len(instances)} ready {ready:5.2f} s after it accepts connections "
         f"(≤ 3 s: {'kept' if ready <= 3 else 'NOT KEPT'}); same ids: {same}; false deaths: {false_deaths}",
         flush=True,
     )
 
 
-def freeze(ships: list[InstanceProcess]) -> float:
+def freeze(instances: list[InstanceProcess]) -> float:
     """Freeze a follower until it is declared gone, then let it come back."""
-    leader = leader_of(ships)
-    victim = next(ship for ship in ships if ship is not leader)
+    leader = leader_of(instances)
+    victim = next(instance for instance in instances if instance is not leader)
     me = victim.me()
     victim.freeze()
     try:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from statistics import median
 
-from benchmarks.conditions import instances
+from benchmarks.conditions import started_instances
 from benchmarks.marks import Mark, Marks
 from benchmarks.report import distribution, percentile, verdict
 from tests.support.postgres import Postgres, eventually
@@ -38,7 +38,7 @@ def run(*, short: bool) -> None:
             "FLOTILLA_ACTIONS": "benchmarks.timetable",
             "FLOTILLA_CONCURRENCY": CONCURRENCY,
         }
-        with instances(INSTANCES, **env) as (postgres, _, _):
+        with started_instances(INSTANCES, **env) as (postgres, _, _):
             # The first slot that all three are there for, with a second to settle.
             first = (time.time() + 1) // seconds * seconds + seconds
             wanted = [first + seconds * number for number in range(slots)]

@@ -8,7 +8,7 @@ other process, on the same monotonic clock.
 import random
 import time
 
-from benchmarks.conditions import instances
+from benchmarks.conditions import started_instances
 from benchmarks.marks import Mark, Marks
 from benchmarks.report import distribution, histogram
 from tests.support.fleet import InstanceProcess, leader_of
@@ -21,15 +21,17 @@ P99 = 500
 def run(*, short: bool) -> None:
     kills = 2 if short else KILLS
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    with Marks() as marks, instances(INSTANCES, **marks.env) as (_, fleet, started):
-        ships = list(started)
+    with Marks() as marks, started_instances(INSTANCES, **marks.env) as (_, fleet, started):
+        instances = list(started)
         for number in range(kills):
             of_leader = number % 2 == 0
-            leader = leader_of(ships)
-            victim = leader if of_leader else random.choice([ship for ship in ships if ship is not leader])
-            seconds[of_leader].append(rescued(ships, victim, marks))
+            leader = leader_of(instances)
+            victim = (
+                leader if of_leader else random.choice([instance for instance in instances if instance is not leader])
+            )
+            seconds[of_leader].append(rescued(instances, victim, marks))
             if number < kills - 1:
-                ships.extend(fleet.start())
+                instances.extend(fleet.start())
     print(distribution("SIGKILL of the leader → begun elsewhere", seconds[True]))
     print(distribution("SIGKILL of a follower → begun elsewhere", seconds[False]))
     print(distribution("SIGKILL → begun elsewhere", seconds[True] + seconds[False], bound_ms=P99))
@@ -37,14 +39,14 @@ def run(*, short: bool) -> None:
     print(histogram(seconds[True] + seconds[False], width_ms=25))
 
 
-def rescued(ships: list[InstanceProcess], victim: InstanceProcess, marks: Marks) -> float:
+def rescued(instances: list[InstanceProcess], victim: InstanceProcess, marks: Marks) -> float:
     identifier = running_on(victim, marks)
     time.sleep(random.random())
     began = time.monotonic_ns()
     victim.kill()
-    ships.remove(victim)
+    instances.remove(victim)
     mark = marks.wait(lambda mark: mark.run == identifier and mark.pid != victim.pid)
-    cancel(ships[0], identifier)
+    cancel(instances[0], identifier)
     return (mark.monotonic - began) / 1e9
 
 
@@ -61,7 +63,7 @@ def begun(marks: Marks, identifier: int) -> Mark:
     return marks.wait(lambda mark: mark.run == identifier)
 
 
-def cancel(ship: InstanceProcess, identifier: int) -> None:
-    answer = ship.client.post(f"/runs/{identifier}/cancel")
+def cancel(instance: InstanceProcess, identifier: int) -> None:
+    answer = instance.client.post(f"/runs/{identifier}/cancel")
     if answer.status_code not in {200, 202}:
         raise RuntimeError(f"run {identifier} was not cancelled: {answer.status_code} {answer.text}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psycopg
 
-from benchmarks.conditions import instances
+from benchmarks.conditions import started_instances
 from benchmarks.report import distribution, verdict
 from tests.support.fleet import InstanceProcess
 from tests.support.postgres import Postgres, eventually
@@ -43,23 +43,23 @@ def run(*, short: bool) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, most) if most > 0 else FILES, most))
     share = 0.02 if short else 1.0
-    with instances(2, FLOTILLA_CONCURRENCY="500") as (postgres, _, ships):
-        emit(postgres, ships, share)
-        asyncio.run(one(ships, max(10, int(SAMPLES * share))))
-        asyncio.run(memory(ships, max(20, int(IDLE * share))))
+    with started_instances(2, FLOTILLA_CONCURRENCY="500") as (postgres, _, instances):
+        emit(postgres, instances, share)
+        asyncio.run(one(instances, max(10, int(SAMPLES * share))))
+        asyncio.run(memory(instances, max(20, int(IDLE * share))))
         runs, clients, watched = (2, (4,), 1.0) if short else (RUNS, CLIENTS, WATCHED)
-        asyncio.run(many(postgres, ships, runs, clients, watched))
+        asyncio.run(many(postgres, instances, runs, clients, watched))
 
 
-def emit(postgres: Postgres, ships: Sequence[InstanceProcess], share: float) -> None:
+def emit(postgres: Postgres, instances: Sequence[InstanceProcess], share: float) -> None:
     runs, events = EMITTED
     events = int(events * share)
     # One process: the other has nothing to claim meanwhile.
-    ships[1].freeze()
-    ids = ships[0].trigger_all([{"action": "talk", "payload": {"events": events}}] * runs)
+    instances[1].freeze()
+    ids = instances[0].trigger_all([{"action": "talk", "payload": {"events": events}}] * runs)
     for run_id in ids:
-        ships[0].ended(run_id, within=120)
-    ships[1].thaw()
+        instances[0].ended(run_id, within=120)
+    instances[1].thaw()
     with postgres.session("postgres") as session:
         row = session.execute(
             "SELECT extract(epoch FROM max(finished_at) - min(started_at)) FROM flotilla.finished_runs "
@@ -78,7 +78,7 @@ def emit(postgres: Postgres, ships: Sequence[InstanceProcess], share: float) -> 
 class Client:
     """Follows a run, and notes when it was told what."""
 
-    ship: InstanceProcess
+    instance: InstanceProcess
     run_id: int
     late: list[float] = field(default_factory=list)
     seq: int = 0
@@ -87,7 +87,7 @@ class Client:
 
     async def follow(self, ready: asyncio.Semaphore) -> None:
         async with ready:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.ship.port, limit=2**20)
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.instance.port, limit=2**20)
             writer.write(f"GET /runs/{self.run_id}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             status = await reader.readline()
             if b" 200 " not in status:
@@ -127,10 +127,10 @@ async def left(clients: Sequence[Client]) -> None:
     await asyncio.gather(*(client.task for client in clients if client.task is not None), return_exceptions=True)
 
 
-async def one(ships: Sequence[InstanceProcess], samples: int) -> None:
-    run_id = ships[0].trigger("tick", {"events": samples, "pause": APART})["id"]
-    name = await asyncio.to_thread(eventually, lambda: ships[0].run(run_id)["instance"])
-    (other,) = [ship for ship in ships if ship.me()["name"] != name]
+async def one(instances: Sequence[InstanceProcess], samples: int) -> None:
+    run_id = instances[0].trigger("tick", {"events": samples, "pause": APART})["id"]
+    name = await asyncio.to_thread(eventually, lambda: instances[0].run(run_id)["instance"])
+    (other,) = [instance for instance in instances if instance.me()["name"] != name]
     client = Client(other, run_id)
     await followed([client])
     await asyncio.to_thread(eventually, lambda: len(client.late) > samples * 0.9, within=120)
@@ -139,17 +139,17 @@ async def one(ships: Sequence[InstanceProcess], samples: int) -> None:
     print(distribution("emit → a client elsewhere, idle", client.late[5:], median_ms=ONE_MEDIAN, bound_ms=ONE_P99))
 
 
-async def memory(ships: Sequence[InstanceProcess], count: int) -> None:
-    ship = ships[0]
-    run_id = ship.trigger("linger-quietly")["id"]
-    warm = [Client(ship, run_id) for _ in range(20)]
+async def memory(instances: Sequence[InstanceProcess], count: int) -> None:
+    instance = instances[0]
+    run_id = instance.trigger("linger-quietly")["id"]
+    warm = [Client(instance, run_id) for _ in range(20)]
     await followed(warm)
-    before = resident(ship.pid)
-    clients = [Client(ship, run_id) for _ in range(count)]
+    before = resident(instance.pid)
+    clients = [Client(instance, run_id) for _ in range(count)]
     await followed(clients)
-    each = (resident(ship.pid) - before) / count
+    each = (resident(instance.pid) - before) / count
     await left([*warm, *clients])
-    ship.client.post(f"/runs/{run_id}/cancel")
+    instance.client.post(f"/runs/{run_id}/cancel")
     kept = verdict(each <= IDLE_MOST * 1024)
     print(f"{'memory of an idle client':<38} {each / 1024:8.1f} KB   ≤ {IDLE_MOST} KB: {kept}")
 
@@ -161,16 +161,16 @@ def resident(pid: int) -> int:
 
 
 async def many(
-    postgres: Postgres, ships: Sequence[InstanceProcess], runs: int, numbers: Sequence[int], watched: float
+    postgres: Postgres, instances: Sequence[InstanceProcess], runs: int, numbers: Sequence[int], watched: float
 ) -> None:
     pause = 1 / EACH_SECOND
-    ids = ships[0].trigger_all([{"action": "tick", "payload": {"events": 1_000_000, "pause": pause}}] * runs)
+    ids = instances[0].trigger_all([{"action": "tick", "payload": {"events": 1_000_000, "pause": pause}}] * runs)
     clients: list[Client] = []
     complete = True
     with postgres.session("postgres") as session:
         for number in numbers:
             more = [
-                Client(ships[place % len(ships)], ids[place // len(ships) % runs])
+                Client(instances[place % len(instances)], ids[place // len(instances) % runs])
                 for place in range(len(clients), number)
             ]
             await followed(more)
@@ -189,7 +189,7 @@ async def many(
             print(f"   {asked:.0f} transactions/s", flush=True)
     await left(clients)
     for run_id in ids:
-        ships[0].client.post(f"/runs/{run_id}/cancel")
+        instances[0].client.post(f"/runs/{run_id}/cancel")
     print(f"complete and in order for each client: {verdict(complete)}")
 
 

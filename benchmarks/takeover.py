@@ -35,10 +35,10 @@ def run(*, short: bool) -> None:
         Fleet(postgres.address_of(), Path(folder), FLOTILLA_LOG_LEVEL="warning") as fleet,
         psycopg.connect(postgres.address_of(), autocommit=True) as session,
     ):
-        ships = {ship.me()["id"]: ship for ship in fleet.start(INSTANCES)}
+        instances = {instance.me()["id"]: instance for instance in fleet.start(INSTANCES)}
         print(f"{INSTANCES} instances; {rounds} kills of a follower, {rounds} of the leader\n")
-        follower = [kill_follower(session, fleet, ships) for _ in range(rounds)]
-        gone, led = zip(*(kill_leader(session, fleet, ships) for _ in range(rounds)), strict=True)
+        follower = [kill_follower(session, fleet, instances) for _ in range(rounds)]
+        gone, led = zip(*(kill_leader(session, fleet, instances) for _ in range(rounds)), strict=True)
     print(distribution("SIGKILL of a follower → gone", follower, bound_ms=500))
     print(distribution("SIGKILL of the leader → a new leader", led, bound_ms=500))
     print(distribution("SIGKILL of the leader → gone", gone, bound_ms=500))
@@ -46,23 +46,23 @@ def run(*, short: bool) -> None:
     print(histogram([*follower, *gone], width_ms=25))
 
 
-def kill_follower(session: Session, fleet: Fleet, ships: dict[int, InstanceProcess]) -> float:
+def kill_follower(session: Session, fleet: Fleet, instances: dict[int, InstanceProcess]) -> float:
     leader = eventually(lambda: leader_id(session))
-    victim = next(each for each in ships if each != leader)
+    victim = next(each for each in instances if each != leader)
     began = time.monotonic()
-    ships[victim].kill()
+    instances[victim].kill()
     seconds = until(lambda: session.execute(GONE, [victim]).fetchone() == (True,), began)
-    replace(fleet, ships, victim)
+    replace(fleet, instances, victim)
     return seconds
 
 
-def kill_leader(session: Session, fleet: Fleet, ships: dict[int, InstanceProcess]) -> tuple[float, float]:
+def kill_leader(session: Session, fleet: Fleet, instances: dict[int, InstanceProcess]) -> tuple[float, float]:
     victim = eventually(lambda: leader_id(session))
     began = time.monotonic()
-    ships[victim].kill()
+    instances[victim].kill()
     led = until(lambda: leader_id(session) not in {None, victim}, began)
     gone = until(lambda: session.execute(GONE, [victim]).fetchone() == (True,), began)
-    replace(fleet, ships, victim)
+    replace(fleet, instances, victim)
     return gone, led
 
 
@@ -79,8 +79,8 @@ def until(condition: Callable[[], bool], began: float) -> float:
     return time.monotonic() - began
 
 
-def replace(fleet: Fleet, ships: dict[int, InstanceProcess], victim: int) -> None:
+def replace(fleet: Fleet, instances: dict[int, InstanceProcess], victim: int) -> None:
     """Start another in the place of the killed one, and wait until it waits in the queue for leadership too."""
-    del ships[victim]
-    (ship,) = fleet.start()
-    ships[ship.me()["id"]] = ship
+    del instances[victim]
+    (instance,) = fleet.start()
+    instances[instance.me()["id"]] = instance

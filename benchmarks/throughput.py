@@ -115,14 +115,14 @@ def one_process(postgres: Postgres, stack: ExitStack, runs: int, **env: str) -> 
             **env,
         )
     )
-    (ship,) = fleet.start()
-    return lambda: burn_down(postgres, address, ship, runs)
+    (instance,) = fleet.start()
+    return lambda: burn_down(postgres, address, instance, runs)
 
 
-def burn_down(postgres: Postgres, address: str, ship: InstanceProcess, runs: int, lines: int = 0) -> float:
+def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs: int, lines: int = 0) -> float:
     """One round: runs a second. With `lines`, the runs stand in so many, in turn."""
     with postgres.session(address.rpartition("/")[2]) as session:
-        post(ship, "/actions/noop/pause")
+        post(instance, "/actions/noop/pause")
         row = session.execute("SELECT id, max_attempts FROM flotilla.actions WHERE name = 'noop'").fetchone()
         assert row is not None
         batch = {
@@ -143,7 +143,7 @@ def burn_down(postgres: Postgres, address: str, ship: InstanceProcess, runs: int
         session.execute("VACUUM ANALYZE")
         session.execute("CHECKPOINT")
         began = session.execute("SELECT clock_timestamp()").fetchone()
-        post(ship, "/actions/noop/resume")
+        post(instance, "/actions/noop/resume")
         while session.execute(LEFT).fetchone() != (False,):
             time.sleep(0.2)
         ended = session.execute(
@@ -157,8 +157,8 @@ def burn_down(postgres: Postgres, address: str, ship: InstanceProcess, runs: int
     return runs / float(ended[1])
 
 
-def post(ship: InstanceProcess, path: str) -> None:
-    answer = ship.client.post(path)
+def post(instance: InstanceProcess, path: str) -> None:
+    answer = instance.client.post(path)
     if answer.status_code != 200:
         raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
 

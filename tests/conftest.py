@@ -19,10 +19,10 @@ import pytest
 
 from tests.support import fleet as fleets
 from tests.support.fleet import Fleet
+from tests.support.fork_server import ForkServer
 from tests.support.postgres import PREPARED, Postgres, server
 from tests.support.reaper import Reaper
 from tests.support.scheduler import Scheduler
-from tests.support.slipway import ForkServer
 
 FOLDER = pytest.StashKey[Path]()
 REAPER = pytest.StashKey[Reaper]()
@@ -106,12 +106,12 @@ def clean_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def slipway() -> Iterator[None]:
-    """Whatever instance a test starts comes off it, if it can."""
-    fleets.slipway = ForkServer()
+def fork_server() -> Iterator[None]:
+    """Start instances of the tests from a fork server, where it can launch them."""
+    fleets.fork_server = ForkServer()
     yield
-    fleets.slipway.close()
-    fleets.slipway = None
+    fleets.fork_server.close()
+    fleets.fork_server = None
 
 
 @pytest.fixture

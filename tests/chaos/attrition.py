@@ -110,11 +110,11 @@ class Verdict:
 class Producer:
     """Triggers runs at a steady rate until it is stopped. What was not acknowledged is sent again, same keys."""
 
-    def __init__(self, ships: Sequence[InstanceProcess], rate: int) -> None:
+    def __init__(self, instances: Sequence[InstanceProcess], rate: int) -> None:
         self.phase = "calm"
         # By the id of a run: whether its row is written by `run.commit`.
         self.acknowledged: dict[int, bool] = {}
-        self._ships = ships
+        self._instances = instances
         self._rate = rate
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
@@ -153,9 +153,9 @@ class Producer:
 
     def _send(self, client: httpx.Client, orders: list[dict[str, Any]]) -> None:
         for attempt in count():
-            ship = self._ships[attempt % len(self._ships)]
+            instance = self._instances[attempt % len(self._instances)]
             try:
-                answer = client.post(f"{ship.url}/runs:batch", json={"runs": orders})
+                answer = client.post(f"{instance.url}/runs:batch", json={"runs": orders})
             except httpx.TransportError:
                 pass
             else:
@@ -177,9 +177,9 @@ def wear(
     with psycopg.connect(address, autocommit=True) as session:
         session.execute(f"{EFFECTS}; ALTER TABLE public.effects ADD COLUMN at timestamptz DEFAULT clock_timestamp()")
     with Fleet(address, folder, FLOTILLA_ACTIONS="tests.support.trial_actions", **given) as fleet:
-        ships = fleet.start(INSTANCES)
+        instances = fleet.start(INSTANCES)
         phases = []
-        with Producer(ships, rate) as producer:
+        with Producer(instances, rate) as producer:
             for name, work in PHASES.items():
                 producer.phase = name
                 phase = Phase(name, began=time.time())
@@ -187,8 +187,8 @@ def wear(
                 phase.ended = time.time()
                 phases.append(phase)
         until_all_have_ended(address)
-        out = [not eventually_none_is_out(ship) for ship in ships]
-        lived = all(ship.process.poll() is None for ship in ships)
+        out = [not eventually_none_is_out(instance) for instance in instances]
+        lived = all(instance.process.poll() is None for instance in instances)
         with psycopg.connect(address) as session:
             return judge(session, phases, producer.acknowledged, {**given, "rate": str(rate)}, any(out), lived)
 
@@ -241,11 +241,11 @@ def until_all_have_ended(address: str) -> None:
     eventually(none_is_left, within=STUCK)
 
 
-def eventually_none_is_out(ship: InstanceProcess) -> bool:
+def eventually_none_is_out(instance: InstanceProcess) -> bool:
     """Whether all connections but those that the engine keeps come back, when there is nothing to do."""
 
     def none_is_out() -> bool:
-        return "\nflotilla_pool_oldest_out_seconds 0.0\n" in ship.client.get("/metrics").text
+        return "\nflotilla_pool_oldest_out_seconds 0.0\n" in instance.client.get("/metrics").text
 
     try:
         return eventually(none_is_out)

@@ -86,7 +86,7 @@ class Nemesis:
 
     postgres: Postgres
     fleet: Fleet
-    ships: list[InstanceProcess]
+    instances: list[InstanceProcess]
     chance: random.Random
     acts: Counter[str] = field(default_factory=Counter)
 
@@ -110,8 +110,8 @@ class Nemesis:
     def kill(self) -> None:
         victim = self.signal_holder(signal.SIGKILL)
         victim.process.wait()
-        self.ships.remove(victim)
-        self.ships.append(self.fleet.launch().wait_ready())
+        self.instances.remove(victim)
+        self.instances.append(self.fleet.launch().wait_ready())
 
     def freeze(self) -> None:
         victim = self.signal_holder(signal.SIGSTOP)
@@ -120,7 +120,7 @@ class Nemesis:
 
     def signal_holder(self, number: int) -> InstanceProcess:
         """Hit whoever holds the lock; by then it may just have passed it on."""
-        by_pid = {ship.pid: ship for ship in self.ships}
+        by_pid = {instance.pid: instance for instance in self.instances}
         with psycopg.connect(self.postgres.address_of(), autocommit=True) as session:
             row = None
             while row is None:
@@ -160,10 +160,10 @@ def strike(postgres: Postgres, folder: Path, *, rounds: int, calm: int, seed: in
             # Who strikes on while somebody is frozen may be done before everything has happened.
             missing = max(rounds, seen + 2 * calm) - len(strikers) * TIMES
             if missing > 0:
-                strikers += nemesis.ships[-1].wait_ready().trigger_all([strike] * -(-missing // TIMES))
+                strikers += nemesis.instances[-1].wait_ready().trigger_all([strike] * -(-missing // TIMES))
             seen = until(address, seen + calm)
             nemesis.act()
-        last = nemesis.ships[-1].wait_ready()
+        last = nemesis.instances[-1].wait_ready()
         ends = Counter(last.ended(run_id, within=STUCK)["state"] for run_id in strikers)
     seconds = time.monotonic() - began
     with psycopg.connect(address) as session:

@@ -38,12 +38,12 @@ def migrate(postgres: Postgres, role: str) -> None:
 
 
 def test_an_instance_runs_and_leads_and_leaves(fleet: Fleet) -> None:
-    (ship,) = fleet.start(FLOTILLA_MIGRATE_ON_START="false")
-    eventually(lambda: ship.instances()["leader"] is not None)
-    ship.terminate()
-    ship.wait_exit()
-    assert ship.lines("shutdown.finished")
-    assert ship.errors() == []
+    (instance,) = fleet.start(FLOTILLA_MIGRATE_ON_START="false")
+    eventually(lambda: instance.instances()["leader"] is not None)
+    instance.terminate()
+    instance.wait_exit()
+    assert instance.lines("shutdown.finished")
+    assert instance.errors() == []
 
 
 def test_the_doctor_finds_the_privileges_right(address: str) -> None:

@@ -54,9 +54,9 @@ class Answer:
 class Bystanders:
     """A writer and a reader on connections that they keep, and a prober with a new one for each probe."""
 
-    def __init__(self, ship: InstanceProcess) -> None:
+    def __init__(self, instance: InstanceProcess) -> None:
         self.answers: list[Answer] = []
-        self._ship = ship
+        self._instance = instance
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each) for each in (self._write, self._read, self._probe)]
 
@@ -100,7 +100,7 @@ class Bystanders:
                     self._ask(path, lambda: client.get(path))  # noqa: B023 — called at once
 
     def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=self._ship.url, timeout=30, verify=NOBODY)
+        return httpx.Client(base_url=self._instance.url, timeout=30, verify=NOBODY)
 
     def _ask(self, to: str, send: Callable[[], httpx.Response]) -> None:
         began = time.monotonic()
@@ -116,15 +116,15 @@ class Bystanders:
 # -- the attacks ------------------------------------------------------------------------------------------------------
 
 
-def connect(ship: InstanceProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", ship.port), timeout=30)
+def connect(instance: InstanceProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", instance.port), timeout=30)
 
 
-def huge_headers(ship: InstanceProcess) -> None:
+def huge_headers(instance: InstanceProcess) -> None:
     """Five clients send a header of 100 MB each."""
 
     def send(_: int) -> bytes:
-        with connect(ship) as client:
+        with connect(instance) as client:
             with contextlib.suppress(ConnectionError):
                 client.sendall(b"GET / HTTP/1.1\r\nX-A: ")
                 for _ in range(100):
@@ -138,11 +138,11 @@ def huge_headers(ship: InstanceProcess) -> None:
         assert set(pool.map(send, range(5))) <= {b"HTTP/1.1 431", b""}
 
 
-def silent_and_slow_clients(ship: InstanceProcess) -> None:
+def silent_and_slow_clients(instance: InstanceProcess) -> None:
     """2,000 clients connect and say nothing, 300 more send a byte of a header now and then. All are closed."""
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for number in range(2300):
-            client = stack.enter_context(connect(ship))
+            client = stack.enter_context(connect(instance))
             client.setblocking(False)
             waiting.register(client, selectors.EVENT_READ, number % 8 == 0)
         deadline = time.monotonic() + 60
@@ -161,23 +161,23 @@ def silent_and_slow_clients(ship: InstanceProcess) -> None:
                     key.fileobj.send(b"G")
 
 
-def feed_clients(ship: InstanceProcess) -> None:
+def feed_clients(instance: InstanceProcess) -> None:
     """1,500 clients open the feed at once, and read nothing of it but the beginning."""
     with ExitStack() as stack:
-        clients = [stack.enter_context(connect(ship)) for _ in range(1500)]
+        clients = [stack.enter_context(connect(instance)) for _ in range(1500)]
         for client in clients:
             client.sendall(b"GET /events HTTP/1.1\r\nHost: service\r\n\r\n")
         assert {client.recv(12) for client in clients} == {b"HTTP/1.1 200"}
 
 
-def heavy_lists(ship: InstanceProcess) -> None:
+def heavy_lists(instance: InstanceProcess) -> None:
     """Forty runs of nearly 1 MB each, and four clients who want all of them, again and again."""
     payload = {"padding": "x" * 900_000}
     for _ in range(40):
-        ship.trigger("echo", payload)
+        instance.trigger("echo", payload)
 
     def read(_: int) -> int:
-        answer = httpx.get(f"{ship.url}/runs?limit=300", timeout=30, verify=NOBODY)
+        answer = httpx.get(f"{instance.url}/runs?limit=300", timeout=30, verify=NOBODY)
         assert answer.status_code == 200
         return len(answer.content)
 
@@ -185,32 +185,34 @@ def heavy_lists(ship: InstanceProcess) -> None:
         assert max(pool.map(read, range(12))) < 2 * MEGABYTE
 
 
-def a_chatty_run(ship: InstanceProcess) -> None:
+def a_chatty_run(instance: InstanceProcess) -> None:
     """A run emits as fast as it can, while others are to end."""
-    chatty = ship.trigger("chatter", {"count": 10_000, "pause": 0})["id"]
+    chatty = instance.trigger("chatter", {"count": 10_000, "pause": 0})["id"]
     for _ in range(10):
-        assert ship.ended(ship.trigger("echo", {"a": 1})["id"])["state"] == "succeeded"
-    assert ship.ended(chatty, within=60)["state"] in {"succeeded", "failed"}
+        assert instance.ended(instance.trigger("echo", {"a": 1})["id"])["state"] == "succeeded"
+    assert instance.ended(chatty, within=60)["state"] in {"succeeded", "failed"}
 
 
-def odd_exceptions(ship: InstanceProcess) -> None:
+def odd_exceptions(instance: InstanceProcess) -> None:
     """Runs raise whatever there is; each ends or waits, and its slot is free again."""
-    ids = [ship.trigger("raise", {"what": what})["id"] for what in RAISED] * 2
-    eventually(lambda: all(ship.run(run_id)["state"] != "running" and ship.run(run_id)["attempt"] for run_id in ids))
-    assert ship.ended(ship.trigger("echo", {"a": 1})["id"])["state"] == "succeeded"
-    eventually(lambda: ship.me()["running"] == 0)
+    ids = [instance.trigger("raise", {"what": what})["id"] for what in RAISED] * 2
+    eventually(
+        lambda: all(instance.run(run_id)["state"] != "running" and instance.run(run_id)["attempt"] for run_id in ids)
+    )
+    assert instance.ended(instance.trigger("echo", {"a": 1})["id"])["state"] == "succeeded"
+    eventually(lambda: instance.me()["running"] == 0)
 
 
-def an_open_transaction(ship: InstanceProcess) -> None:
+def an_open_transaction(instance: InstanceProcess) -> None:
     """A caller keeps its transaction open for 20 s after it has triggered a run of an action that runs alone."""
-    run_id = ship.trigger("hold-open", {"seconds": 600})["id"]
-    eventually(lambda: ship.run(run_id)["state"] == "running")
+    run_id = instance.trigger("hold-open", {"seconds": 600})["id"]
+    eventually(lambda: instance.run(run_id)["state"] == "running")
     # Another action goes on meanwhile; its slots are a second apart.
-    before = len(slots(ship))
-    eventually(lambda: len(slots(ship)) >= before + 20)
-    assert ship.run(run_id)["state"] == "running"
-    ship.client.post(f"/runs/{run_id}/cancel")
-    assert ship.ended(run_id)["state"] == "cancelled"
+    before = len(slots(instance))
+    eventually(lambda: len(slots(instance)) >= before + 20)
+    assert instance.run(run_id)["state"] == "running"
+    instance.client.post(f"/runs/{run_id}/cancel")
+    assert instance.ended(run_id)["state"] == "cancelled"
 
 
 ATTACKS: Sequence[Callable[[InstanceProcess], None]] = (
@@ -227,9 +229,9 @@ ATTACKS: Sequence[Callable[[InstanceProcess], None]] = (
 # -- what must be true afterwards -------------------------------------------------------------------------------------
 
 
-def slots(ship: InstanceProcess) -> list[datetime]:
+def slots(instance: InstanceProcess) -> list[datetime]:
     """The scheduled instants of the action that is due every second."""
-    runs = ship.client.get("/runs?action=beat&limit=500").json()["items"]
+    runs = instance.client.get("/runs?action=beat&limit=500").json()["items"]
     return [datetime.fromisoformat(run["scheduled_for"]) for run in reversed(runs)]
 
 
@@ -240,7 +242,7 @@ def resident_mb(pid: int) -> float:
 
 
 @contextmanager
-def ships_for(address: str, folder: Path) -> Iterator[list[InstanceProcess]]:
+def instances_for(address: str, folder: Path) -> Iterator[list[InstanceProcess]]:
     """Start two instances, with as many files allowed to us as the attacks need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
@@ -248,36 +250,36 @@ def ships_for(address: str, folder: Path) -> Iterator[list[InstanceProcess]]:
         yield fleet.start(2)
 
 
-def attack_beside_others(ships: Sequence[InstanceProcess], attack: Callable[[InstanceProcess], None]) -> Bystanders:
-    ids = [ship.me()["id"] for ship in ships]
-    with Bystanders(ships[0]) as others:
-        attack(ships[0])
+def attack_beside_others(instances: Sequence[InstanceProcess], attack: Callable[[InstanceProcess], None]) -> Bystanders:
+    ids = [instance.me()["id"] for instance in instances]
+    with Bystanders(instances[0]) as others:
+        attack(instances[0])
         eventually(lambda: others.fewest >= 10, within=60)
     others.check()
-    assert [ship.status() for ship in ships] == [200, 200]
-    assert [ship.me()["id"] for ship in ships] == ids
-    assert ships[0].lines("instance.identity_lost") == []
-    before = len(slots(ships[0]))
-    eventually(lambda: len(slots(ships[0])) > before)
-    gaps = [(later - earlier).total_seconds() for earlier, later in pairwise(slots(ships[0]))]
+    assert [instance.status() for instance in instances] == [200, 200]
+    assert [instance.me()["id"] for instance in instances] == ids
+    assert instances[0].lines("instance.identity_lost") == []
+    before = len(slots(instances[0]))
+    eventually(lambda: len(slots(instances[0])) > before)
+    gaps = [(later - earlier).total_seconds() for earlier, later in pairwise(slots(instances[0]))]
     assert [gap for gap in gaps if gap != 1] == []
-    assert resident_mb(ships[0].pid) < RESIDENT_MB
+    assert resident_mb(instances[0].pid) < RESIDENT_MB
     return others
 
 
 @pytest.fixture(scope="module")
-def ships(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[InstanceProcess]]:
+def instances(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[InstanceProcess]]:
     address = postgres.new_migrated_database()
-    with ships_for(address, tmp_path_factory.mktemp("ships")) as own:
+    with instances_for(address, tmp_path_factory.mktemp("instances")) as own:
         yield own
     postgres.drop(address)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_whatever_one_caller_does_the_others_are_served(
-    ships: list[InstanceProcess], attack: Callable[[InstanceProcess], None], capsys: pytest.CaptureFixture[str]
+    instances: list[InstanceProcess], attack: Callable[[InstanceProcess], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    others = attack_beside_others(ships, attack)
+    others = attack_beside_others(instances, attack)
     with capsys.disabled():
         sys.stdout.write(f" p99 of {len(others.answers)} other requests: {others.p99 * 1000:.0f} ms ")
 
@@ -286,13 +288,13 @@ def main() -> None:
     with (
         server() as postgres,
         tempfile.TemporaryDirectory() as folder,
-        ships_for(postgres.new_migrated_database(), Path(folder)) as ships,
+        instances_for(postgres.new_migrated_database(), Path(folder)) as instances,
     ):
         for attack in ATTACKS:
-            p99 = attack_beside_others(ships, attack).p99 * 1000
+            p99 = attack_beside_others(instances, attack).p99 * 1000
             verdict = "" if p99 <= BAR_MS else f"   over the bar of {BAR_MS} ms"
             sys.stdout.write(
-                f"{attack.__name__:<26} p99 {p99:6.0f} ms   {resident_mb(ships[0].pid):4.0f} MB{verdict}\n"
+                f"{attack.__name__:<26} p99 {p99:6.0f} ms   {resident_mb(instances[0].pid):4.0f} MB{verdict}\n"
             )
             sys.stdout.flush()
 

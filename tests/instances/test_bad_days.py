@@ -65,15 +65,15 @@ def test_a_run_that_blocks_its_instance_is_ended_by_another(fleet: Fleet) -> Non
 
 
 def test_runs_that_raise_quit_hang_and_return_nonsense_disturb_nobody(fleet: Fleet) -> None:
-    (ship,) = fleet.start()
+    (instance,) = fleet.start()
     bad = ["fail", "quit", "hang", "deaf", "deaf-thread", "not-json", "give-up"]
-    ids = ship.trigger_all([{"action": name} for name in bad for _ in range(5)])
-    good = ship.trigger_all([{"action": "echo", "payload": {"n": n}} for n in range(100)])
-    assert {ship.ended(run_id)["state"] for run_id in good} == {"succeeded"}
-    assert {ship.ended(run_id)["state"] for run_id in ids} == {"failed"}
-    assert ship.status() == 200
-    ship.terminate()
-    assert ship.wait_exit() in {0, -15}, "attempts that never end do not keep the process"
+    ids = instance.trigger_all([{"action": name} for name in bad for _ in range(5)])
+    good = instance.trigger_all([{"action": "echo", "payload": {"n": n}} for n in range(100)])
+    assert {instance.ended(run_id)["state"] for run_id in good} == {"succeeded"}
+    assert {instance.ended(run_id)["state"] for run_id in ids} == {"failed"}
+    assert instance.status() == 200
+    instance.terminate()
+    assert instance.wait_exit() in {0, -15}, "attempts that never end do not keep the process"
 
 
 def test_an_action_is_only_claimed_where_it_exists(fleet: Fleet) -> None:
@@ -114,6 +114,6 @@ def test_a_run_is_cancelled_from_any_instance(fleet: Fleet) -> None:
 
 
 def test_the_register_says_how_many_runs_are_under_way(fleet: Fleet) -> None:
-    (ship,) = fleet.start()
-    ship.trigger_all([{"action": "nap", "payload": {"seconds": 20}}] * 7)
-    eventually(lambda: ship.me()["running"] == 7)
+    (instance,) = fleet.start()
+    instance.trigger_all([{"action": "nap", "payload": {"seconds": 20}}] * 7)
+    eventually(lambda: instance.me()["running"] == 7)

@@ -39,21 +39,21 @@ def skewed(address: str, tmp_path: Path) -> Fleet:
 def test_the_clock_of_an_instance_decides_nothing(skewed: Fleet, address: str) -> None:
     """Each instance leads for some slots of a second each; that is most of the half minute that it takes."""
     with skewed as fleet, psycopg.connect(address, autocommit=True) as session:
-        ships = [fleet.launch(FAKETIME=skew).wait_ready() for skew in SKEWS]
-        assert far_off(ships[0].me()["started_at"]) < 60, "the register goes by PostgreSQL's clock"
-        logged = ships[0].lines("instance.ready")[0]["time"]
+        instances = [fleet.launch(FAKETIME=skew).wait_ready() for skew in SKEWS]
+        assert far_off(instances[0].me()["started_at"]) < 60, "the register goes by PostgreSQL's clock"
+        logged = instances[0].lines("instance.ready")[0]["time"]
         assert far_off(logged) > 3000, "and the process really has another"
 
         began = datetime.now(UTC)
         session.execute("UPDATE flotilla.actions SET schedule = 'every 1s', next_run_at = now() + interval '1 s'")
-        for _ in range(len(ships)):
+        for _ in range(len(instances)):
             # Whichever leads, its clock is wrong; then it leaves, and one that is wrong the other way goes on.
             due = count(session) + SLOTS
             eventually(lambda due=due: count(session) >= due)  # type: ignore[misc]
-            leader = leader_of(ships)
-            ships.remove(leader)
+            leader = leader_of(instances)
+            instances.remove(leader)
             leader.kill()
-            if not ships:
+            if not instances:
                 break
         rows = session.execute(RUNS).fetchall()
     slots = [slot for slot, _, _ in rows]

@@ -19,17 +19,17 @@ from tests.support.postgres import Postgres, eventually, free_port
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Path]:
-    """A folder somebody works in: the embedded database and the logs go there."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A working directory for the command line: the embedded database and the logs go there."""
     yield tmp_path
     run("down", cwd=tmp_path)
     embedded.stop(tmp_path / ".flotilla" / "postgresql")
 
 
 @pytest.mark.long
-def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_database(desk: Path) -> None:
+def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_database(folder: Path) -> None:
     port = free_port(3)
-    up = run("up", "--port", str(port), cwd=desk)
+    up = run("up", "--port", str(port), cwd=folder)
     assert up.returncode == 0, up.stdout + up.stderr
     assert f"curl http://127.0.0.1:{port}/health/instances" in up.stdout
     for each in range(port, port + 3):
@@ -37,71 +37,73 @@ def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_datab
         assert [row["state"] for row in view["instances"]] == ["ready"] * 3
         assert sum(row["leader"] for row in view["instances"]) == 1
 
-    again = run("up", "--port", str(port), cwd=desk)
+    again = run("up", "--port", str(port), cwd=folder)
     assert again.returncode == 0
     assert again.stdout.count("is up already") == 3
 
-    listed = json.loads(run("list", "--json", cwd=desk).stdout)
+    listed = json.loads(run("list", "--json", cwd=folder).stdout)
     assert len(listed) == 3
     assert sum(row["leader"] for row in listed) == 1
     assert {row["port"] for row in listed} == {port, port + 1, port + 2}
 
     one = listed[0]["name"]
-    down = run("down", one, cwd=desk)
+    down = run("down", one, cwd=folder)
     assert f"{one}: gone" in down.stdout
-    assert one not in run("list", cwd=desk).stdout
-    table = run("list", "--all", cwd=desk).stdout
+    assert one not in run("list", cwd=folder).stdout
+    table = run("list", "--all", cwd=folder).stdout
     assert next(line for line in table.splitlines() if line.startswith(one)).split()[2] == "gone"
 
-    more = run("up", "--port", str(port), cwd=desk)
+    more = run("up", "--port", str(port), cwd=folder)
     assert more.stdout.count("is up already") == 2, "only the one that is missing is started"
 
-    rest = run("down", cwd=desk)
+    rest = run("down", cwd=folder)
     assert rest.returncode == 0
     assert "embedded PostgreSQL: stopped" in rest.stdout
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health/live")
-    assert "nothing is up here" in run("down", cwd=desk).stdout
+    assert "nothing is up here" in run("down", cwd=folder).stdout
 
 
-def test_a_directory_above_that_was_closed_meanwhile_does_not_make_a_running_database_look_stopped(desk: Path) -> None:
+def test_a_directory_above_that_was_closed_meanwhile_does_not_make_a_running_database_look_stopped(
+    folder: Path,
+) -> None:
     """As root only: the server's own user must get through."""
-    assert run("migrate", cwd=desk).returncode == 0
-    desk.chmod(0o700)
-    assert run("list", cwd=desk).returncode == 0
+    assert run("migrate", cwd=folder).returncode == 0
+    folder.chmod(0o700)
+    assert run("list", cwd=folder).returncode == 0
 
 
-def test_up_names_its_instances_and_says_which_port_is_taken(desk: Path) -> None:
+def test_up_names_its_instances_and_says_which_port_is_taken(folder: Path) -> None:
     port = free_port(3)
-    up = run("up", "--instances", "2", "--name", "harbour", "--port", str(port), cwd=desk)
+    up = run("up", "--instances", "2", "--name", "harbour", "--port", str(port), cwd=folder)
     assert up.returncode == 0, up.stdout + up.stderr
-    names = {row["name"] for row in json.loads(run("list", "--json", cwd=desk).stdout)}
+    names = {row["name"] for row in json.loads(run("list", "--json", cwd=folder).stdout)}
     assert names == {"harbour-1", "harbour-2"}
 
     with socket.create_server(("127.0.0.1", port + 2)):
-        taken = run("up", "--instances", "1", "--port", str(port + 2), cwd=desk)
+        taken = run("up", "--instances", "1", "--port", str(port + 2), cwd=folder)
     assert taken.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port + 2}" in taken.stderr
     assert "--port" in taken.stderr
 
-    collides = run("up", "--instances", "1", "--name", "harbour-1", "--port", str(free_port(3)), cwd=desk)
+    collides = run("up", "--instances", "1", "--name", "harbour-1", "--port", str(free_port(3)), cwd=folder)
     assert collides.returncode == 3
     assert "a living instance is called 'harbour-1' already" in collides.stderr
 
 
 def test_list_and_down_speak_of_instances_started_anywhere(fleet: Fleet) -> None:
     """Through PostgreSQL alone: the command knows the database and nothing else."""
-    ships = fleet.start(2, "uvicorn")
+    instances = fleet.start(2, "uvicorn")
     listed = json.loads(run("list", "--json", address=fleet.address).stdout)
-    assert {row["pid"] for row in listed} == {ship.pid for ship in ships}
+    assert {row["pid"] for row in listed} == {instance.pid for instance in instances}
     unknown = run("down", "nobody", address=fleet.address)
     assert unknown.returncode == 5
     assert "no living instance is called 'nobody'" in unknown.stderr
 
 
 def test_down_waits_for_a_frozen_instance_until_it_is_declared_gone(fleet: Fleet) -> None:
-    ships = fleet.start(2)
-    name = ships[0].me()["name"]
+    instances = fleet.start(2)
+    name = instances[0].me()["name"]
     asked = "SELECT FROM flotilla.instances WHERE name = %s AND drain_requested_at IS NOT NULL"
     with (
         psycopg.connect(fleet.address, autocommit=True) as session,
@@ -110,7 +112,7 @@ def test_down_waits_for_a_frozen_instance_until_it_is_declared_gone(fleet: Fleet
     ):
         # While somebody has its row locked, nobody declares it gone: not before it was asked to leave.
         verdict.execute("SELECT FROM flotilla.instances WHERE name = %s FOR KEY SHARE", [name])
-        ships[0].freeze()
+        instances[0].freeze()
         asking = pool.submit(run, "down", name, address=fleet.address)
         eventually(lambda: session.execute(asked, [name]).fetchone() is not None)
         verdict.rollback()
@@ -136,9 +138,9 @@ def test_key_makes_a_key_that_opens_and_a_line_that_does_not_show_it(fleet: Flee
     key, line = made[1].strip(), made[3].strip()
     assert line.startswith("ops:read:")
     assert key not in line
-    (ship,) = fleet.start(FLOTILLA_API_KEYS=line)
-    assert ship.status("/health/instances") == 401
-    assert httpx.get(f"{ship.url}/health/instances", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    (instance,) = fleet.start(FLOTILLA_API_KEYS=line)
+    assert instance.status("/health/instances") == 401
+    assert httpx.get(f"{instance.url}/health/instances", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -170,8 +172,8 @@ def test_a_directory_that_cannot_be_used_for_the_embedded_database_is_said_so(tm
 
 
 def test_serve_on_any_port_tells_which(fleet: Fleet) -> None:
-    ship = fleet.launch(port=0)
-    (line,) = eventually(lambda: ship.lines("instance.ready"))
+    instance = fleet.launch(port=0)
+    (line,) = eventually(lambda: instance.lines("instance.ready"))
     assert line["port"] > 0
     assert httpx.get(f"http://127.0.0.1:{line['port']}/health/live").status_code == 200
 

@@ -55,7 +55,7 @@ class CommandLine(Protocol):
 @dataclass(frozen=True)
 class Harbour:
     address: str
-    ship: InstanceProcess
+    instance: InstanceProcess
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def harbour(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """One instance for the whole module, called `harbour`."""
     address = postgres.new_database()
     with Fleet(address, tmp_path_factory.mktemp("harbour"), FLOTILLA_ACTIONS=ACTIONS) as fleet:
-        (ship,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
-        yield Harbour(address, ship)
+        (instance,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
+        yield Harbour(address, instance)
     postgres.drop(address)
 
 
@@ -143,7 +143,7 @@ def test_trigger_says_which_run_it_made_and_how_to_look_at_it(flotilla: CommandL
 def test_trigger_as_json_is_the_run_as_the_rest_api_has_it(flotilla: CommandLine, harbour: Harbour) -> None:
     run_at = datetime.now(UTC) + timedelta(hours=1)
     made = flotilla("trigger", "nap", "--run-at", run_at.isoformat(), "--json").json
-    assert made == harbour.ship.run(made["id"])
+    assert made == harbour.instance.run(made["id"])
     assert made["trigger"] == "api"
     assert datetime.fromisoformat(made["run_at"]) == run_at
     flotilla("runs", "cancel", str(made["id"]))
@@ -351,9 +351,9 @@ def gated(gate: Path, steps: int) -> str:
 def test_following_goes_on_when_the_database_was_away(own_postgres: Postgres, tmp_path: Path) -> None:
     address, gate = own_postgres.new_migrated_database(), tmp_path / "gate"
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS=ACTIONS) as fleet:
-        (ship,) = fleet.start()
+        (instance,) = fleet.start()
         arguments = ("trigger", "walk", "--payload", gated(gate, 20), "--follow", "--json")
-        with process(Harbour(address, ship), *arguments) as command:
+        with process(Harbour(address, instance), *arguments) as command:
             assert command.stdout is not None
             lines = [command.stdout.readline() for _ in range(3)]
             own_postgres.stop("immediate")
@@ -373,7 +373,7 @@ def test_following_goes_on_when_the_run_moves_to_another_instance(fleet: Fleet, 
     gate = tmp_path / "gate"
     for name in ("east", "west"):
         fleet.launch(FLOTILLA_INSTANCE_NAME=name, FLOTILLA_ACTIONS=ACTIONS)
-    east, west = (ship.wait_ready() for ship in fleet.ships)
+    east, west = (instance.wait_ready() for instance in fleet.instances)
     arguments = ("trigger", "walk", "--payload", gated(gate, 20), "--follow")
     with process(Harbour(fleet.address, east), *arguments) as command:
         assert command.stdout is not None
@@ -442,7 +442,7 @@ def test_actions_shows_where_one_runs_now(flotilla: CommandLine) -> None:
 
 def test_actions_as_json_is_what_the_rest_api_lists(flotilla: CommandLine, harbour: Harbour) -> None:
     listed = {row["name"]: row for row in flotilla("actions", "--json").json}
-    answer = harbour.ship.client.get("/actions/seldom")
+    answer = harbour.instance.client.get("/actions/seldom")
     assert listed["seldom"] == answer.json()
 
 
@@ -524,7 +524,7 @@ def test_one_run_is_shown_in_full(flotilla: CommandLine, harbour: Harbour) -> No
     assert re.search(r"started +\S+ \S+ on harbour\n", shown.out)
     assert re.search(r'payload +\{"weight": 3, "label": ""\}\n', shown.out)
     assert re.search(r"result +3\n", shown.out)
-    assert flotilla("runs", "show", str(made), "--json").json == harbour.ship.run(made)
+    assert flotilla("runs", "show", str(made), "--json").json == harbour.instance.run(made)
 
 
 def test_a_run_that_waits_for_its_time_shows_when_that_is_and_can_be_hurried(flotilla: CommandLine) -> None:

@@ -21,21 +21,21 @@ LIVE = b"GET /health/live HTTP/1.1\r\nHost: service\r\n"
 
 
 @pytest.fixture(scope="module")
-def ship(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InstanceProcess]:
+def instance(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InstanceProcess]:
     """One instance for all tests that only look at their own connections."""
     own = postgres.new_migrated_database()
-    with Fleet(own, tmp_path_factory.mktemp("ship"), **QUICK) as fleet:
+    with Fleet(own, tmp_path_factory.mktemp("instance"), **QUICK) as fleet:
         yield fleet.start()[0]
     postgres.drop(own)
 
 
-def connect(ship: InstanceProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", ship.port), timeout=20)
+def connect(instance: InstanceProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", instance.port), timeout=20)
 
 
-def ask(ship: InstanceProcess, *pieces: bytes) -> tuple[int | None, dict[str, Any]]:
+def ask(instance: InstanceProcess, *pieces: bytes) -> tuple[int | None, dict[str, Any]]:
     """Send this on a connection of its own, and read until the server closes it: the status, and a problem's body."""
-    with connect(ship) as client:
+    with connect(instance) as client:
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
                 client.sendall(piece)
@@ -63,10 +63,10 @@ def is_alive_on(client: socket.socket) -> bool:
     return received.startswith(b"HTTP/1.1 200")
 
 
-def closed(ship: InstanceProcess, reason: str) -> float:
+def closed(instance: InstanceProcess, reason: str) -> float:
     """How many connections the instance has closed for this reason."""
     pattern = rf'^flotilla_connections_closed_total\{{reason="{reason}"\}} (\S+)$'
-    found = re.search(pattern, ship.client.get("/metrics").text, re.MULTILINE)
+    found = re.search(pattern, instance.client.get("/metrics").text, re.MULTILINE)
     assert found is not None
     return float(found[1])
 
@@ -87,65 +87,65 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("what", TOO_LARGE)
-def test_headers_that_are_too_large_are_answered_with_431(ship: InstanceProcess, what: str) -> None:
-    before = closed(ship, "header_size")
-    status, body = ask(ship, *TOO_LARGE[what])
+def test_headers_that_are_too_large_are_answered_with_431(instance: InstanceProcess, what: str) -> None:
+    before = closed(instance, "header_size")
+    status, body = ask(instance, *TOO_LARGE[what])
     assert (status, body["status"]) == (431, 431)
     assert "65536 bytes" in body["detail"]
-    assert closed(ship, "header_size") == before + 1
+    assert closed(instance, "header_size") == before + 1
 
 
 @pytest.mark.parametrize("count", [199, 201])
-def test_a_request_may_have_200_headers(ship: InstanceProcess, count: int) -> None:
+def test_a_request_may_have_200_headers(instance: InstanceProcess, count: int) -> None:
     lines = [b"X-%d: a\r\n" % number for number in range(count - 2)]
-    status, _ = ask(ship, LIVE, b"Connection: close\r\n", *lines, b"\r\n")
+    status, _ = ask(instance, LIVE, b"Connection: close\r\n", *lines, b"\r\n")
     assert status == (200 if count < 200 else 431)
 
 
-def test_headers_below_the_limit_pass_however_they_are_cut_and_whatever_body_follows(ship: InstanceProcess) -> None:
+def test_headers_below_the_limit_pass_however_they_are_cut_and_whatever_body_follows(instance: InstanceProcess) -> None:
     head = LIVE + b"Connection: close\r\nX-A: %s\r\n\r\n" % (b"a" * 60_000)
     for size in (len(head), 1000):
-        assert ask(ship, *[head[at : at + size] for at in range(0, len(head), size)])[0] == 200
+        assert ask(instance, *[head[at : at + size] for at in range(0, len(head), size)])[0] == 200
     body = json.dumps({"weight": 3, "label": "a" * 900_000}).encode()
     post = b"POST /trial/parcels HTTP/1.1\r\nHost: service\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    assert ask(ship, post + b"Content-Length: %d\r\n\r\n" % len(body) + body)[0] == 200
+    assert ask(instance, post + b"Content-Length: %d\r\n\r\n" % len(body) + body)[0] == 200
 
 
-def test_what_is_not_http_is_a_problem_and_no_line_for_each(ship: InstanceProcess) -> None:
+def test_what_is_not_http_is_a_problem_and_no_line_for_each(instance: InstanceProcess) -> None:
     for _ in range(20):
-        status, body = ask(ship, b"\x16\x03\x01 is what TLS begins with\r\n\r\n")
+        status, body = ask(instance, b"\x16\x03\x01 is what TLS begins with\r\n\r\n")
         assert (status, body["status"]) == (400, 400)
-    assert len([line for line in ship.lines("connections.closed") if line["reason"] == "malformed"]) == 1
-    assert "Invalid HTTP request" not in ship.text
+    assert len([line for line in instance.lines("connections.closed") if line["reason"] == "malformed"]) == 1
+    assert "Invalid HTTP request" not in instance.text
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_client_is_closed_and_one_in_the_middle_of_its_headers_is_told_why(ship: InstanceProcess) -> None:
-    assert ask(ship) == (None, {})
-    assert ask(ship, LIVE)[1]["status"] == 408
+def test_a_silent_client_is_closed_and_one_in_the_middle_of_its_headers_is_told_why(instance: InstanceProcess) -> None:
+    assert ask(instance) == (None, {})
+    assert ask(instance, LIVE)[1]["status"] == 408
 
 
-def test_time_runs_for_the_next_request_of_a_connection_too(ship: InstanceProcess) -> None:
-    with connect(ship) as client:
+def test_time_runs_for_the_next_request_of_a_connection_too(instance: InstanceProcess) -> None:
+    with connect(instance) as client:
         assert is_alive_on(client)
         client.sendall(LIVE)
         assert answer_on(client)[1]["status"] == 408
-        before = closed(ship, "slow_header")
-    with connect(ship) as client:
+        before = closed(instance, "slow_header")
+    with connect(instance) as client:
         assert is_alive_on(client)
         # Nothing more: it is idle, and closed without a word.
         assert client.recv(65536) == b""
-    assert closed(ship, "slow_header") == before
+    assert closed(instance, "slow_header") == before
 
 
 @pytest.mark.parametrize("dribbles", [False, True])
 def test_a_body_that_stops_or_dribbles_is_given_up_and_its_request_does_nothing(
-    ship: InstanceProcess, dribbles: bool
+    instance: InstanceProcess, dribbles: bool
 ) -> None:
-    before = closed(ship, "slow_body")
-    with connect(ship) as client:
+    before = closed(instance, "slow_body")
+    with connect(instance) as client:
         client.sendall(b"POST /trial/parcels HTTP/1.1\r\nHost: service\r\nContent-Type: application/json\r\n")
         client.sendall(b'Content-Length: 1000\r\n\r\n{"weight": 3, ')
         client.settimeout(0.5)
@@ -157,12 +157,12 @@ def test_a_body_that_stops_or_dribbles_is_given_up_and_its_request_does_nothing(
             with contextlib.suppress(TimeoutError):
                 received = client.recv(65536)
         assert received.startswith(b"HTTP/1.1 408 ")
-    assert closed(ship, "slow_body") == before + 1
+    assert closed(instance, "slow_body") == before + 1
 
 
-def test_a_body_that_is_slow_and_fast_enough_is_read(ship: InstanceProcess) -> None:
+def test_a_body_that_is_slow_and_fast_enough_is_read(instance: InstanceProcess) -> None:
     body = b'{"weight": 3, "label": "%s"}' % (b"a" * 9_000)
-    with connect(ship) as client:
+    with connect(instance) as client:
         client.sendall(b"POST /trial/parcels HTTP/1.1\r\nHost: service\r\nConnection: close\r\n")
         client.sendall(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body))
         for at in range(0, len(body), 1500):
@@ -172,25 +172,25 @@ def test_a_body_that_is_slow_and_fast_enough_is_read(ship: InstanceProcess) -> N
         assert answer_on(client)[0] == 200
 
 
-def test_a_request_that_takes_long_costs_its_client_nothing(ship: InstanceProcess) -> None:
-    with httpx.Client(base_url=ship.url, verify=NOBODY, timeout=30) as client:
+def test_a_request_that_takes_long_costs_its_client_nothing(instance: InstanceProcess) -> None:
+    with httpx.Client(base_url=instance.url, verify=NOBODY, timeout=30) as client:
         assert client.get("/trial/slow?seconds=4").status_code == 200
 
 
 @pytest.mark.parametrize("how", ["whole", "pieces"])
-def test_a_client_that_does_not_read_its_answer_is_reset(ship: InstanceProcess, how: str) -> None:
-    before = closed(ship, "stalled_read")
+def test_a_client_that_does_not_read_its_answer_is_reset(instance: InstanceProcess, how: str) -> None:
+    before = closed(instance, "stalled_read")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", ship.port))
+        client.connect(("127.0.0.1", instance.port))
         client.sendall(b"GET /trial/large?megabytes=20&how=%s HTTP/1.1\r\nHost: service\r\n\r\n" % how.encode())
-        eventually(lambda: closed(ship, "stalled_read") == before + 1)
+        eventually(lambda: closed(instance, "stalled_read") == before + 1)
 
 
-def test_a_client_that_reads_its_answer_slowly_has_all_of_it(ship: InstanceProcess) -> None:
+def test_a_client_that_reads_its_answer_slowly_has_all_of_it(instance: InstanceProcess) -> None:
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        client.connect(("127.0.0.1", ship.port))
+        client.connect(("127.0.0.1", instance.port))
         client.sendall(b"GET /trial/large?megabytes=8&how=whole HTTP/1.1\r\nHost: service\r\nConnection: close\r\n\r\n")
         received = 0
         while piece := client.recv(1 << 20, socket.MSG_WAITALL):
@@ -203,37 +203,39 @@ def test_a_client_that_reads_its_answer_slowly_has_all_of_it(ship: InstanceProce
 # -- many -------------------------------------------------------------------------------------------------------------
 
 
-def test_pipelined_requests_are_answered_in_turn_up_to_a_limit(ship: InstanceProcess) -> None:
-    with connect(ship) as client:
+def test_pipelined_requests_are_answered_in_turn_up_to_a_limit(instance: InstanceProcess) -> None:
+    with connect(instance) as client:
         client.sendall((LIVE + b"\r\n") * 20 + LIVE + b"Connection: close\r\n\r\n")
         received = b""
         while piece := client.recv(65536):
             received += piece
     assert received.count(b"HTTP/1.1 200") == 21
-    before = closed(ship, "pipelined")
-    ask(ship, b"GET /trial/slow?seconds=1 HTTP/1.1\r\nHost: service\r\n\r\n" * 3000)
-    assert closed(ship, "pipelined") == before + 1
+    before = closed(instance, "pipelined")
+    ask(instance, b"GET /trial/slow?seconds=1 HTTP/1.1\r\nHost: service\r\n\r\n" * 3000)
+    assert closed(instance, "pipelined") == before + 1
 
 
-def test_clients_that_leave_in_the_middle_of_a_body_are_a_line_each_and_no_traceback(ship: InstanceProcess) -> None:
+def test_clients_that_leave_in_the_middle_of_a_body_are_a_line_each_and_no_traceback(instance: InstanceProcess) -> None:
     def abandoned() -> float:
-        found = re.search(r"^flotilla_requests_abandoned_total (\S+)$", ship.client.get("/metrics").text, re.MULTILINE)
+        found = re.search(
+            r"^flotilla_requests_abandoned_total (\S+)$", instance.client.get("/metrics").text, re.MULTILINE
+        )
         assert found is not None
         return float(found[1])
 
-    before, lines = abandoned(), len(ship.lines("request.abandoned"))
+    before, lines = abandoned(), len(instance.lines("request.abandoned"))
     for path in (b"/actions/a/runs", b"/runs:batch", b"/trial/parcels", b"/trial/raw") * 25:
-        with connect(ship) as client:
+        with connect(instance) as client:
             client.sendall(b"POST %s HTTP/1.1\r\nHost: service\r\nContent-Type: application/json\r\n" % path)
             client.sendall(b"Content-Length: 1000\r\n\r\n{")
     eventually(lambda: abandoned() == before + 100)
-    assert len(ship.lines("request.abandoned")) == lines + 100
-    assert ship.errors() == []
+    assert len(instance.lines("request.abandoned")) == lines + 100
+    assert instance.errors() == []
 
 
-def test_a_websocket_that_nothing_serves_is_refused_and_counted_no_more(ship: InstanceProcess) -> None:
+def test_a_websocket_that_nothing_serves_is_refused_and_counted_no_more(instance: InstanceProcess) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    with connect(ship) as client:
+    with connect(instance) as client:
         client.sendall(LIVE + upgrade + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
         assert client.recv(65536).startswith(b"HTTP/1.1 403")
         assert client.recv(65536) == b""
@@ -241,9 +243,9 @@ def test_a_websocket_that_nothing_serves_is_refused_and_counted_no_more(ship: In
 
 @pytest.mark.parametrize("mode", ["serve", "uvicorn", "workers"])
 def test_the_limits_hold_however_the_service_was_started(fleet: Fleet, mode: Mode) -> None:
-    ship = fleet.start(1, mode, **QUICK)[0]
-    assert ask(ship, *TOO_LARGE["one header"])[0] == 431
-    assert ask(ship, LIVE)[0] == 408
+    instance = fleet.start(1, mode, **QUICK)[0]
+    assert ask(instance, *TOO_LARGE["one header"])[0] == 431
+    assert ask(instance, LIVE)[0] == 408
 
 
 # -- the number of connections ----------------------------------------------------------------------------------------
@@ -303,24 +305,24 @@ def test_streams_leave_room_for_other_requests(small: InstanceProcess) -> None:
 
 
 def test_more_clients_than_files_are_allowed_do_not_end_the_probes(fleet: Fleet) -> None:
-    ship = fleet.start(1, TRIAL_FILES="300")[0]
-    (line,) = ship.lines("server.few_files")
+    instance = fleet.start(1, TRIAL_FILES="300")[0]
+    (line,) = instance.lines("server.few_files")
     assert line["connections"] < line["files"] == 300
     with ExitStack() as stack:
         for _ in range(600):
-            stack.enter_context(connect(ship))
-        assert [ship.status(path) for path in ("/health/live", "/health/ready", "/actions")] == [200] * 3
-    assert ship.me()["state"] == "ready"
+            stack.enter_context(connect(instance))
+        assert [instance.status(path) for path in ("/health/live", "/health/ready", "/actions")] == [200] * 3
+    assert instance.me()["state"] == "ready"
 
 
 # -- who may connect --------------------------------------------------------------------------------------------------
 
 
-def test_without_keys_and_without_a_host_only_this_machine_can_connect(ship: InstanceProcess) -> None:
+def test_without_keys_and_without_a_host_only_this_machine_can_connect(instance: InstanceProcess) -> None:
     # Every address of 127.0.0.0/8 is this machine's; one that listens everywhere answers at each.
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", ship.port), timeout=5)
-    assert ship.lines("server.exposed") == []
+        socket.create_connection(("127.0.0.2", instance.port), timeout=5)
+    assert instance.lines("server.exposed") == []
 
 
 def test_a_host_that_others_reach_is_taken_and_without_keys_warned_about(fleet: Fleet) -> None:

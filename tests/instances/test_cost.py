@@ -33,9 +33,9 @@ def statements(log: Path) -> Counter[tuple[str, str]]:
 @pytest.mark.long
 def test_an_idle_follower_sends_two_statements_a_second_at_most_and_the_leader_ten(tmp_path: Any) -> None:
     with server(configuration=CONFIGURATION) as postgres, Fleet(postgres.address_of(), tmp_path) as fleet:
-        ships = fleet.start(3)
-        leader = leader_of(ships).me()["name"]
-        names = {ship.me()["name"] for ship in ships}
+        instances = fleet.start(3)
+        leader = leader_of(instances).me()["name"]
+        names = {instance.me()["name"] for instance in instances}
         # What a start costs, and what a busy machine makes come in heaps, is not in each of the spans.
         rates = [rates_of(postgres, names) for _ in range(SPANS)]
     for name in names:

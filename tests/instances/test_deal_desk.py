@@ -112,15 +112,15 @@ def outcome(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def minute(fleet: Fleet) -> dict[str, float]:
     """Run three for a minute, and kill one after the other; return when each caller was killed."""
     chance = random.Random(7)
-    ships = fleet.start(3)
+    instances = fleet.start(3)
     killed: dict[str, float] = {}
     until = time.monotonic() + MINUTE
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, chance.uniform(*BETWEEN_KILLS)))
-        victim = ships.pop(chance.randrange(len(ships)))
+        victim = instances.pop(chance.randrange(len(instances)))
         killed[f"deal-desk/{victim.pid}"] = time.time()
         victim.kill()
-        ships.append(fleet.launch().wait_ready())
+        instances.append(fleet.launch().wait_ready())
     return killed
 
 
@@ -231,9 +231,9 @@ def test_a_desk_starts_its_upstreams_itself_and_their_record_outlives_the_instan
     own = HURRY | {"DESK_WORLD_PORT": port, "DESK_WORLD_FILE": str(tmp_path / "world.sqlite3")}
     url = f"http://127.0.0.1:{port}"
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS="examples.deal_desk", **own) as fleet:
-        ships = fleet.start(2)
+        instances = fleet.start(2)
         before = eventually(lambda: record_with_posts(url), within=60)
-        holder = next(ship for ship in ships if "singleton:deal-desk-world" in ship.me()["locks"])
+        holder = next(instance for instance in instances if "singleton:deal-desk-world" in instance.me()["locks"])
         holder.kill()
         after = eventually(lambda: record_with_posts(url), within=60)
         assert {filing.accession for filing in before.filings} <= {filing.accession for filing in after.filings}

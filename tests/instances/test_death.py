@@ -10,16 +10,16 @@ from tests.support.fleet import Fleet, InstanceProcess, blocked, by_name, leader
 from tests.support.postgres import Postgres, eventually
 
 
-def others(ships: list[InstanceProcess], one: InstanceProcess) -> list[InstanceProcess]:
-    return [ship for ship in ships if ship is not one]
+def others(instances: list[InstanceProcess], one: InstanceProcess) -> list[InstanceProcess]:
+    return [instance for instance in instances if instance is not one]
 
 
 def row(witness: InstanceProcess, name: str) -> dict[str, Any]:
     return by_name(witness.instances())[name]
 
 
-def wait_for_more(ship: InstanceProcess, event: str, than: int) -> None:
-    eventually(lambda: len(ship.lines(event)) > than)
+def wait_for_more(instance: InstanceProcess, event: str, than: int) -> None:
+    eventually(lambda: len(instance.lines(event)) > than)
 
 
 def presence_backend(postgres: Postgres, address: str, identifier: int) -> int:
@@ -35,36 +35,36 @@ def presence_backend(postgres: Postgres, address: str, identifier: int) -> int:
 
 
 def test_a_killed_follower_is_declared_gone_and_the_leader_stays(fleet: Fleet) -> None:
-    ships = fleet.start(3)
-    leader = leader_of(ships)
-    victim = others(ships, leader)[0]
+    instances = fleet.start(3)
+    leader = leader_of(instances)
+    victim = others(instances, leader)[0]
     name = victim.me()["name"]
     victim.kill()
 
     eventually(lambda: row(leader, name)["state"] == "gone")
     dead = row(leader, name)
     assert dead["gone_reason"] == "its session ended"
-    assert leader_of(others(ships, victim)) is leader
+    assert leader_of(others(instances, victim)) is leader
 
 
 def test_a_killed_leader_is_declared_gone_and_another_leads(fleet: Fleet) -> None:
-    ships = fleet.start(3)
-    leader = leader_of(ships)
+    instances = fleet.start(3)
+    leader = leader_of(instances)
     name = leader.me()["name"]
     leader.kill()
 
-    witness = others(ships, leader)[0]
+    witness = others(instances, leader)[0]
     eventually(lambda: row(witness, name)["state"] == "gone")
     view = witness.instances()
-    assert view["leader"] in {ship.me()["name"] for ship in others(ships, leader)}
+    assert view["leader"] in {instance.me()["name"] for instance in others(instances, leader)}
     assert sum(each["leader"] for each in view["instances"]) == 1
 
 
 def test_a_frozen_instance_loses_its_lease_and_comes_back_as_somebody_new(fleet: Fleet) -> None:
-    ships = fleet.start(3)
-    frozen = leader_of(ships)
+    instances = fleet.start(3)
+    frozen = leader_of(instances)
     before = frozen.me()
-    witness = others(ships, frozen)[0]
+    witness = others(instances, frozen)[0]
     frozen.freeze()
     began = time.monotonic()
     eventually(lambda: row(witness, before["name"])["state"] == "gone")
@@ -104,42 +104,44 @@ def test_a_frozen_candidate_loses_its_place_in_the_queue_with_its_identity(fleet
 
 
 def test_a_terminated_link_is_taken_up_again_under_the_same_id(fleet: Fleet, postgres: Postgres) -> None:
-    ships = fleet.start(2)
-    before = {ship.port: ship.me()["id"] for ship in ships}
+    instances = fleet.start(2)
+    before = {instance.port: instance.me()["id"] for instance in instances}
     for _ in range(5):
-        for ship in ships:
-            relinks = len(ship.lines("link.up"))
-            backend = presence_backend(postgres, fleet.address, before[ship.port])
+        for instance in instances:
+            relinks = len(instance.lines("link.up"))
+            backend = presence_backend(postgres, fleet.address, before[instance.port])
             with postgres.session() as session:
                 session.execute("SELECT pg_terminate_backend(%s)", [backend])
-            wait_for_more(ship, "link.up", relinks)
+            wait_for_more(instance, "link.up", relinks)
 
-    for ship in ships:
-        ship.wait_ready()
-        assert ship.me()["id"] == before[ship.port]
-        assert not ship.lines("instance.identity_lost")
-        assert not ship.lines("instance.gone")
+    for instance in instances:
+        instance.wait_ready()
+        assert instance.me()["id"] == before[instance.port]
+        assert not instance.lines("instance.identity_lost")
+        assert not instance.lines("instance.gone")
 
 
 @pytest.mark.parametrize("mode", ["immediate", "fast"])
 def test_a_restart_of_the_database_is_nobodys_death(own_postgres: Postgres, tmp_path: Any, mode: str) -> None:
     with Fleet(own_postgres.address_of(), tmp_path) as fleet:
-        ships = fleet.start(3)
-        leader_of(ships)
-        before = {ship.port: ship.me()["id"] for ship in ships}
+        instances = fleet.start(3)
+        leader_of(instances)
+        before = {instance.port: instance.me()["id"] for instance in instances}
         own_postgres.stop(mode)
-        eventually(lambda: all(ship.status() == 503 for ship in ships))
-        assert all(ship.status("/health/live") == 200 for ship in ships)
+        eventually(lambda: all(instance.status() == 503 for instance in instances))
+        assert all(instance.status("/health/live") == 200 for instance in instances)
         own_postgres.start_again()
 
-        for ship in ships:
-            ship.wait_ready()
-        assert {ship.port: ship.me()["id"] for ship in ships} == before
+        for instance in instances:
+            instance.wait_ready()
+        assert {instance.port: instance.me()["id"] for instance in instances} == before
         # Longer than the leader waits after a restart: a false verdict would have been given by now.
-        leader_of(ships)
+        leader_of(instances)
         time.sleep(4)
-        assert {ship.port: ship.me()["id"] for ship in ships} == before
-        assert not any(ship.lines("instance.gone") or ship.lines("instance.identity_lost") for ship in ships)
+        assert {instance.port: instance.me()["id"] for instance in instances} == before
+        assert not any(
+            instance.lines("instance.gone") or instance.lines("instance.identity_lost") for instance in instances
+        )
 
 
 def test_a_failover_to_the_standby_is_nobodys_death(own_postgres: Postgres, tmp_path: Any) -> None:
@@ -151,21 +153,23 @@ def test_a_failover_to_the_standby_is_nobodys_death(own_postgres: Postgres, tmp_
     )
     try:
         with Fleet(both, tmp_path) as fleet:
-            ships = fleet.start(3)
-            leader_of(ships)
-            before = {ship.port: ship.me()["id"] for ship in ships}
+            instances = fleet.start(3)
+            leader_of(instances)
+            before = {instance.port: instance.me()["id"] for instance in instances}
             with own_postgres.session() as primary, standby.session() as replica:
                 (written,) = primary.execute("SELECT pg_current_wal_lsn()").fetchone() or ("0/0",)
                 replayed = "SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn"
                 eventually(lambda: replica.execute(replayed, [written]).fetchone() == (True,))
             own_postgres.stop("immediate")
             standby.promote()
-            for ship in ships:
-                ship.wait_ready()
-            leader_of(ships)
+            for instance in instances:
+                instance.wait_ready()
+            leader_of(instances)
             time.sleep(4)
-            assert {ship.port: ship.me()["id"] for ship in ships} == before
-            assert not any(ship.lines("instance.gone") or ship.lines("instance.identity_lost") for ship in ships)
+            assert {instance.port: instance.me()["id"] for instance in instances} == before
+            assert not any(
+                instance.lines("instance.gone") or instance.lines("instance.identity_lost") for instance in instances
+            )
     finally:
         standby.destroy()
 
@@ -176,13 +180,13 @@ def test_a_demoted_primary_is_left_by_link_and_pool(own_postgres: Postgres, tmp_
     both = f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{standby.port} user=postgres dbname=postgres"
     try:
         with Fleet(both, tmp_path) as fleet:
-            (ship,) = fleet.start()
-            before = ship.me()["id"]
+            (instance,) = fleet.start()
+            before = instance.me()["id"]
             own_postgres.set("default_transaction_read_only", "on")
             standby.promote()
-            eventually(lambda: ship.lines("link.up"))
-            ship.wait_ready()
-            assert ship.me()["id"] == before
+            eventually(lambda: instance.lines("link.up"))
+            instance.wait_ready()
+            assert instance.me()["id"] == before
             with standby.session() as session:
                 held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = %s"
                 assert session.execute(held, [before]).fetchone() == (1,)
@@ -194,14 +198,14 @@ def test_one_that_dies_while_the_database_is_down_is_found_out_afterwards(
     own_postgres: Postgres, tmp_path: Any
 ) -> None:
     with Fleet(own_postgres.address_of(), tmp_path) as fleet:
-        ships = fleet.start(2)
-        victim = leader_of(ships)
+        instances = fleet.start(2)
+        victim = leader_of(instances)
         name = victim.me()["name"]
         own_postgres.stop("immediate")
         victim.kill()
         own_postgres.start_again()
 
-        (survivor,) = others(ships, victim)
+        (survivor,) = others(instances, victim)
         survivor.wait_ready()
         eventually(lambda: row(survivor, name)["state"] == "gone")
 
@@ -211,26 +215,26 @@ def test_a_crash_of_the_server_that_keeps_its_postmaster_is_nobodys_death(
 ) -> None:
     """One backend killed: the server ends all sessions and starts anew, and its start time does not tell."""
     with Fleet(own_postgres.address_of(), tmp_path) as fleet:
-        ships = fleet.start(3)
-        leader_of(ships)
-        before = {ship.port: ship.me()["id"] for ship in ships}
+        instances = fleet.start(3)
+        leader_of(instances)
+        before = {instance.port: instance.me()["id"] for instance in instances}
         with own_postgres.session() as session:
             victim = session.info.backend_pid
             import os
             import signal
 
             os.kill(victim, signal.SIGKILL)
-            eventually(lambda: all(ship.lines("link.lost") for ship in ships))
-        for ship in ships:
-            ship.wait_ready()
+            eventually(lambda: all(instance.lines("link.lost") for instance in instances))
+        for instance in instances:
+            instance.wait_ready()
         time.sleep(4)
-        assert {ship.port: ship.me()["id"] for ship in ships} == before
-        assert not any(ship.lines("instance.gone") for ship in ships)
+        assert {instance.port: instance.me()["id"] for instance in instances} == before
+        assert not any(instance.lines("instance.gone") for instance in instances)
 
 
 def test_a_blocked_event_loop_does_not_look_dead(fleet: Fleet) -> None:
-    ships = fleet.start(2)
-    busy, witness = ships
+    instances = fleet.start(2)
+    busy, witness = instances
     before = busy.me()
     beats = 0
     with blocked(busy, seconds=2 * LEASE) as request:

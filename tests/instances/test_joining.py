@@ -10,9 +10,9 @@ from tests.support.postgres import Postgres, eventually
 
 @pytest.mark.empty_database
 def test_twenty_started_at_once_get_twenty_names_one_leader_and_migrate_once(fleet: Fleet) -> None:
-    ships = fleet.start(20, FLOTILLA_POOL_MIN="1", FLOTILLA_POOL_MAX="4")
-    eventually(lambda: ships[0].instances()["leader"])
-    view = ships[0].instances()
+    instances = fleet.start(20, FLOTILLA_POOL_MIN="1", FLOTILLA_POOL_MAX="4")
+    eventually(lambda: instances[0].instances()["leader"])
+    view = instances[0].instances()
 
     living = [each for each in view["instances"] if each["state"] == "ready"]
     assert len(living) == 20
@@ -20,8 +20,8 @@ def test_twenty_started_at_once_get_twenty_names_one_leader_and_migrate_once(fle
     assert len({each["id"] for each in living}) == 20
     assert len({uuid.UUID(each["run_id"]) for each in living}) == 20
     assert sum(each["leader"] for each in living) == 1
-    assert sum(len(ship.lines("migration.finished")) for ship in ships) == 1
-    assert all(ship.instances()["leader"] == view["leader"] for ship in ships)
+    assert sum(len(instance.lines("migration.finished")) for instance in instances) == 1
+    assert all(instance.instances()["leader"] == view["leader"] for instance in instances)
 
 
 def test_numbers_in_names_are_never_used_again(fleet: Fleet) -> None:
@@ -72,8 +72,8 @@ def test_a_workspace_is_exclusive_until_forced(fleet: Fleet) -> None:
 def test_two_namespaces_in_one_database_see_nothing_of_each_other(fleet: Fleet, postgres: Postgres) -> None:
     red = fleet.start(2, FLOTILLA_NAMESPACE="red")
     blue = fleet.start(2, FLOTILLA_NAMESPACE="blue-sea")
-    for ships, namespace in ((red, "red"), (blue, "blue-sea")):
-        view = eventually(lambda: ships[0].instances() if ships[0].instances()["leader"] else None)  # noqa: B023
+    for instances, namespace in ((red, "red"), (blue, "blue-sea")):
+        view = eventually(lambda: instances[0].instances() if instances[0].instances()["leader"] else None)  # noqa: B023
         assert view["namespace"] == namespace
         assert len(view["instances"]) == 2
         assert all(each["name"].startswith(f"{namespace}-") for each in view["instances"])
@@ -95,9 +95,9 @@ def test_two_namespaces_in_one_database_see_nothing_of_each_other(fleet: Fleet, 
     # The same name in both: the row decides, and each has its own.
     asked = run("down", "red-1", address=fleet.address, env={"FLOTILLA_NAMESPACE": "blue-sea"})
     assert asked.returncode == 5
-    assert all(ship.is_ready() for ship in [*red, *blue])
-    victim = next(ship for ship in red if ship.me()["name"] == "red-1")
+    assert all(instance.is_ready() for instance in [*red, *blue])
+    victim = next(instance for instance in red if instance.me()["name"] == "red-1")
     assert run("down", "red-1", address=fleet.address, env={"FLOTILLA_NAMESPACE": "red"}).returncode == 0
     assert victim.wait_exit() is not None
-    assert all(ship.is_ready() for ship in blue)
+    assert all(instance.is_ready() for instance in blue)
     assert {each["state"] for each in blue[0].instances()["instances"]} == {"ready"}

@@ -35,19 +35,19 @@ def test_thirty_kills_with_two_hundred_runs_in_flight(fleet: Fleet, address: str
     It takes as long as thirty instances need to start, one after the other.
     """
     chance = random.Random(20)
-    ships = fleet.start(INSTANCES)
+    instances = fleet.start(INSTANCES)
     acknowledged: list[int] = []
     with psycopg.connect(address, autocommit=True) as session:
         for _ in range(KILLS):
-            victim = chance.choice(ships)
-            ships.remove(victim)
+            victim = chance.choice(instances)
+            instances.remove(victim)
             until = time.monotonic() + chance.uniform(0.2, 1.0)
             while time.monotonic() < until:
-                acknowledged += top_up(session, chance.choice(ships), chance)
+                acknowledged += top_up(session, chance.choice(instances), chance)
                 time.sleep(0.02)
             victim.kill()
-            ships.append(fleet.launch())
-            ships[-1].wait_ready()
+            instances.append(fleet.launch())
+            instances[-1].wait_ready()
         eventually(lambda: session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,), within=60)
         states: dict[int, str] = dict(session.execute("SELECT id, state FROM flotilla.finished_runs").fetchall())
         effects = effects_of(session)
@@ -62,7 +62,7 @@ def effects_of(session: psycopg.Connection[TupleRow]) -> dict[int, int]:
     return dict(session.execute("SELECT run_id, count(*) FROM public.effects GROUP BY run_id").fetchall())
 
 
-def top_up(session: psycopg.Connection[TupleRow], ship: InstanceProcess, chance: random.Random) -> list[int]:
+def top_up(session: psycopg.Connection[TupleRow], instance: InstanceProcess, chance: random.Random) -> list[int]:
     row = session.execute("SELECT count(*) FROM flotilla.runs").fetchone()
     assert row is not None
     wanted = IN_FLIGHT - row[0]
@@ -70,7 +70,7 @@ def top_up(session: psycopg.Connection[TupleRow], ship: InstanceProcess, chance:
         return []
     names = ("note", "note-in-thread")
     runs = [{"action": chance.choice(names), "payload": {"seconds": chance.uniform(0, 2)}} for _ in range(wanted)]
-    return ship.trigger_all(runs)
+    return instance.trigger_all(runs)
 
 
 def test_runs_of_a_killed_leader_go_on_elsewhere_with_their_checkpoint(fleet: Fleet, tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_a_key_that_a_killed_attempt_was_at_is_processed_by_the_next_one_with_on
 
 
 def test_two_instances_triggered_at_the_same_moment_with_the_same_key_make_one_run(fleet: Fleet) -> None:
-    ships = fleet.start(2)
+    instances = fleet.start(2)
     with ThreadPoolExecutor(8) as pool:
         for number in range(100):
-            asked = [pool.submit(ship.trigger, "noop", key=f"k-{number}") for ship in ships * 4]
+            asked = [pool.submit(instance.trigger, "noop", key=f"k-{number}") for instance in instances * 4]
             assert len({each.result()["id"] for each in asked}) == 1
 
 
@@ -119,19 +119,19 @@ def test_a_database_that_is_away_for_twenty_seconds_loses_nothing(own_postgres: 
     with psycopg.connect(address, autocommit=True) as session:
         session.execute(EFFECTS)
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
-        ships = fleet.start(2)
-        before = [ship.me()["id"] for ship in ships]
+        instances = fleet.start(2)
+        before = [instance.me()["id"] for instance in instances]
         runs = [{"action": "note", "payload": {"seconds": 0.05 * number}} for number in range(100)]
-        ids = ships[0].trigger_all(runs)
-        eventually(lambda: ships[0].run(ids[10])["state"] == "succeeded")
+        ids = instances[0].trigger_all(runs)
+        eventually(lambda: instances[0].run(ids[10])["state"] == "succeeded")
         own_postgres.stop("immediate")
         time.sleep(20)
         own_postgres.start_again()
-        for ship in ships:
-            ship.wait_ready()
-        states = {ships[1].ended(run_id, within=60)["state"] for run_id in ids}
+        for instance in instances:
+            instance.wait_ready()
+        states = {instances[1].ended(run_id, within=60)["state"] for run_id in ids}
         assert states == {"succeeded"}
         with psycopg.connect(address) as session:
             effects = effects_of(session)
         assert effects == dict.fromkeys(ids, 1)
-        assert [ship.me()["id"] for ship in ships] == before, "and nobody had to be restarted"
+        assert [instance.me()["id"] for instance in instances] == before, "and nobody had to be restarted"

@@ -27,31 +27,31 @@ def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_
     fleet: Fleet, address: str, tmp_path: Path
 ) -> None:
     # Each has room for one run, so that each has one.
-    ships = fleet.start(2, FLOTILLA_CONCURRENCY="1")
+    instances = fleet.start(2, FLOTILLA_CONCURRENCY="1")
     # What may be late, and no more: what is promised. On a machine that is busy, answers take their time as well, in
     # one round or the other; what came from the freeze would be there in each.
     found: list[float] = []
     with psycopg.connect(address, autocommit=True) as session:
         while not found or (found[-1] > LATE * RATE and len(found) < ROUNDS):
-            found.append(excess_with_a_freeze(ships, session, tmp_path))
+            found.append(excess_with_a_freeze(instances, session, tmp_path))
     assert found[-1] <= LATE * RATE, found
 
 
 def excess_with_a_freeze(
-    ships: Sequence[InstanceProcess], session: psycopg.Connection[TupleRow], folder: Path
+    instances: Sequence[InstanceProcess], session: psycopg.Connection[TupleRow], folder: Path
 ) -> float:
     gate = folder / f"gate-{time.monotonic_ns()}"
     payload = {"rate": f"{RATE}/s", "workers": 200, "gate": str(gate)}
-    ids = [ship.trigger("take-permits", payload)["id"] for ship in ships]
+    ids = [instance.trigger("take-permits", payload)["id"] for instance in instances]
     served = "SELECT count(*) FROM flotilla.run_events WHERE run_id = ANY (%s) AND kind = 'served'"
     eventually(lambda: session.execute(served, [ids]).fetchone() == (len(ids),))
-    ships[1].freeze()
+    instances[1].freeze()
     # A while in which it might have been given a heap of permits.
     time.sleep(0.4)
-    ships[1].thaw()
+    instances[1].thaw()
     time.sleep(0.5)
     gate.touch()
-    instants = [instant for run_id in ids for instant in ships[0].ended(run_id)["result"]]
+    instants = [instant for run_id in ids for instant in instances[0].ended(run_id)["result"]]
     return excess(instants, 1 / RATE, 1)
 
 

@@ -39,34 +39,34 @@ def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: b
     It takes as long as so many instances need to start, one after the other.
     """
     chance = random.Random(21)
-    ships = fleet.start(INSTANCES)
+    instances = fleet.start(INSTANCES)
     leaving: list[InstanceProcess] = []
     wanted: dict[str, list[int]] = {f"line-{number}": [] for number in range(LINES)}
     with psycopg.connect(address, autocommit=True) as session:
         for _ in range(KILLS if kill else KILLS // 4):
             time.sleep(chance.uniform(0.1, 0.6))
-            put_in(chance.choice(ships), wanted, chance)
-            victim = eventually(lambda: one_in_a_long_run(session, ships))
-            ships.remove(victim)
+            put_in(chance.choice(instances), wanted, chance)
+            victim = eventually(lambda: one_in_a_long_run(session, instances))
+            instances.remove(victim)
             if kill:
                 victim.kill()
             else:
                 victim.terminate()
                 leaving.append(victim)
-            ships.append(fleet.launch())
-            ships[-1].wait_ready()
+            instances.append(fleet.launch())
+            instances[-1].wait_ready()
         eventually(lambda: session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,), within=90)
         effects = session.execute(TOLD).fetchall()
         again = session.execute("SELECT count(*) FROM flotilla.finished_runs WHERE attempt > 1").fetchone()
     assert lines_of(effects) == wanted
-    assert all(ship.process.wait(30) != -signal.SIGKILL for ship in leaving)
+    assert all(instance.process.wait(30) != -signal.SIGKILL for instance in leaving)
     if kill:
         assert again is not None
         assert again[0] > 0, "runs were under way on those that were killed"
 
 
 def one_in_a_long_run(
-    session: psycopg.Connection[TupleRow], ships: Sequence[InstanceProcess]
+    session: psycopg.Connection[TupleRow], instances: Sequence[InstanceProcess]
 ) -> InstanceProcess | None:
     """An instance that has begun a long run just now, and so ends in the middle of it."""
     found = session.execute(
@@ -74,15 +74,15 @@ def one_in_a_long_run(
         "WHERE r.state = 'running' AND (r.payload->>'seconds')::float = %s ORDER BY r.started_at DESC",
         [LONG],
     )
-    by_pid = {ship.pid: ship for ship in ships}
+    by_pid = {instance.pid: instance for instance in instances}
     return next((by_pid[pid] for (pid,) in found if pid in by_pid), None)
 
 
-def put_in(ship: InstanceProcess, wanted: dict[str, list[int]], chance: random.Random) -> None:
+def put_in(instance: InstanceProcess, wanted: dict[str, list[int]], chance: random.Random) -> None:
     keys = [chance.choice(sorted(wanted)) for _ in range(BATCH)]
     payloads = [{"seconds": chance.choice((0, 0.01, 0.1, LONG))} for _ in keys]
     runs = [
         {"action": "step", "payload": payload, "ordering_key": key} for key, payload in zip(keys, payloads, strict=True)
     ]
-    for key, run_id in zip(keys, ship.trigger_all(runs), strict=True):
+    for key, run_id in zip(keys, instance.trigger_all(runs), strict=True):
         wanted[key].append(run_id)

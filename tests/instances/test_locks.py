@@ -34,26 +34,26 @@ def effects(address: str, note: str) -> list[tuple[int, str]]:
         ).fetchall()
 
 
-def holder_of(ship: InstanceProcess, name: str) -> str | None:
-    held = {lock["name"]: lock for lock in ship.client.get("/locks").json()["items"]}
+def holder_of(instance: InstanceProcess, name: str) -> str | None:
+    held = {lock["name"]: lock for lock in instance.client.get("/locks").json()["items"]}
     return held[name]["instance"] if name in held else None
 
 
-def runs_it(ships: Sequence[InstanceProcess], name: str) -> InstanceProcess:
+def runs_it(instances: Sequence[InstanceProcess], name: str) -> InstanceProcess:
     """The one that holds a lock, once somebody does."""
 
     def find() -> InstanceProcess | None:
-        holder = holder_of(ships[0], name)
-        return next((ship for ship in ships if ship.me()["name"] == holder), None)
+        holder = holder_of(instances[0], name)
+        return next((instance for instance in instances if instance.me()["name"] == holder), None)
 
     return eventually(find)
 
 
 def test_a_lock_of_a_killed_instance_is_passed_on_with_its_death(fleet: Fleet) -> None:
-    ships = fleet.start(2)
-    ships[0].trigger("hold-lock")
-    owner = runs_it(ships, "trial")
-    other = next(ship for ship in ships if ship is not owner)
+    instances = fleet.start(2)
+    instances[0].trigger("hold-lock")
+    owner = runs_it(instances, "trial")
+    other = next(instance for instance in instances if instance is not owner)
     assert by_name(other.instances())[owner.me()["name"]]["locks"] == ["trial"]
     # It lands anywhere: with its lock's owner, it dies too, and is taken over.
     waits = other.trigger("note-under-lock")
@@ -67,10 +67,10 @@ def test_a_lock_of_a_killed_instance_is_passed_on_with_its_death(fleet: Fleet) -
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_holder_that_was_frozen_writes_nothing_guarded_after_the_next_one(fleet: Fleet, guarded: bool) -> None:
     """And without its guard, it does: the lock alone is not what keeps it from that."""
-    ships = fleet.start(2)
-    late = ships[0].trigger("note-under-lock", {"late": True, "guarded": guarded})
-    owner = runs_it(ships, "trial")
-    other = next(ship for ship in ships if ship is not owner)
+    instances = fleet.start(2)
+    late = instances[0].trigger("note-under-lock", {"late": True, "guarded": guarded})
+    owner = runs_it(instances, "trial")
+    other = next(instance for instance in instances if instance is not owner)
     owner.freeze()
     try:
         # Taken over with the death of its instance, and now the next holder itself.
@@ -86,17 +86,17 @@ def test_a_holder_that_was_frozen_writes_nothing_guarded_after_the_next_one(flee
 
 
 def test_a_singleton_runs_on_one_instance_and_moves_on_when_that_one_leaves_or_dies(fleet: Fleet) -> None:
-    ships = fleet.start(3, "serve", **WITH_BEACON)
+    instances = fleet.start(3, "serve", **WITH_BEACON)
     seen = []
     for end in (InstanceProcess.terminate, InstanceProcess.kill, None):
-        owner = runs_it(ships, "singleton:beacon")
+        owner = runs_it(instances, "singleton:beacon")
         count = len(effects(fleet.address, "beacon"))
         eventually(lambda count=count: len(effects(fleet.address, "beacon")) > count + 2)  # type: ignore[misc]
         seen.append(owner)
         if end is not None:
             end(owner)
-            ships.remove(owner)
-    assert len({ship.pid for ship in seen}) == 3
+            instances.remove(owner)
+    assert len({instance.pid for instance in seen}) == 3
     tokens = [token for token, _ in effects(fleet.address, "beacon")]
     assert tokens == sorted(tokens)
     by_token = dict(effects(fleet.address, "beacon"))
@@ -122,18 +122,18 @@ def test_effects_stay_in_the_order_of_their_tokens_whatever_becomes_of_the_holde
 
 
 def test_an_operator_sees_who_holds_a_lock_and_takes_it_away(fleet: Fleet) -> None:
-    (ship,) = fleet.start()
-    held = ship.trigger("hold-lock")
-    eventually(lambda: holder_of(ship, "trial"))
+    (instance,) = fleet.start()
+    held = instance.trigger("hold-lock")
+    eventually(lambda: holder_of(instance, "trial"))
     listed = run("locks", address=fleet.address)
     assert listed.returncode == 0, listed.stderr
     assert f"run/{held['id']}" in listed.stdout
     assert run("release", "trial", address=fleet.address).returncode == 2, "without a reason"
     released = run("release", "trial", "--reason", "it hangs", address=fleet.address)
     assert released.returncode == 0, released.stderr
-    assert f"trial: released; {ship.me()['name']} held it with the token 1" in released.stdout
+    assert f"trial: released; {instance.me()['name']} held it with the token 1" in released.stdout
     # Its body is ended, as if it had raised; the next attempt has nothing to do.
-    assert ship.ended(held["id"])["result"] == "another held it"
+    assert instance.ended(held["id"])["result"] == "another held it"
     assert run("release", "trial", "--reason", "again", address=fleet.address).returncode == 5
     with psycopg.connect(fleet.address) as session:
         audit = session.execute("SELECT name, token, reason FROM flotilla.lock_releases").fetchall()
@@ -144,8 +144,8 @@ def test_an_operator_sees_who_holds_a_lock_and_takes_it_away(fleet: Fleet) -> No
 
 def test_a_lock_is_taken_away_over_http_with_a_reason_that_is_kept_with_the_name_of_the_key(fleet: Fleet) -> None:
     key, line = (text.strip() for text in run("key", "ops", "--scope", "admin").stdout.splitlines()[1:4:2])
-    (ship,) = fleet.start(FLOTILLA_API_KEYS=line)
-    with httpx.Client(base_url=ship.url, headers={"authorization": f"Bearer {key}"}) as client:
+    (instance,) = fleet.start(FLOTILLA_API_KEYS=line)
+    with httpx.Client(base_url=instance.url, headers={"authorization": f"Bearer {key}"}) as client:
         client.post("/actions/hold-lock/runs")
         eventually(lambda: client.get("/locks").json()["items"])
         assert client.delete("/locks/trial").status_code == 422

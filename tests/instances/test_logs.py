@@ -19,12 +19,12 @@ def test_in_production_every_line_is_json_with_namespace_instance_and_request(fl
         "FLOTILLA_LOG_FORMAT": "auto",
         "FLOTILLA_MIGRATE_ON_START": "true",
     }
-    (ship,) = fleet.start(1, mode, **production)
-    httpx.get(f"{ship.url}/nowhere", headers={"x-request-id": "find-me"})
-    ship.terminate()
-    ship.wait_exit()
+    (instance,) = fleet.start(1, mode, **production)
+    httpx.get(f"{instance.url}/nowhere", headers={"x-request-id": "find-me"})
+    instance.terminate()
+    instance.wait_exit()
 
-    lines = [json.loads(line) for line in ship.text.splitlines()]
+    lines = [json.loads(line) for line in instance.text.splitlines()]
     assert all(
         {"time", "level", "event", "namespace", "instance", "request_id", "logger"} <= set(line) for line in lines
     )
@@ -38,17 +38,19 @@ def test_in_production_every_line_is_json_with_namespace_instance_and_request(fl
 
 
 def test_at_a_desk_lines_are_made_to_be_read(fleet: Fleet) -> None:
-    (ship,) = fleet.start(FLOTILLA_LOG_FORMAT="auto")
+    (instance,) = fleet.start(FLOTILLA_LOG_FORMAT="auto")
     # An instance is ready, and says so in its log a moment later.
-    (line,) = eventually(lambda: [line for line in ship.text.splitlines() if "instance.ready" in line])
+    (line,) = eventually(lambda: [line for line in instance.text.splitlines() if "instance.ready" in line])
     assert "INFO    flotilla/flotilla-1 instance.ready port=" in line
 
 
 def test_a_request_that_fails_is_in_the_log_under_its_id_with_its_traceback(fleet: Fleet) -> None:
-    (ship,) = fleet.start()
-    answer = httpx.get(f"{ship.url}/trial/fail")
+    (instance,) = fleet.start()
+    answer = httpx.get(f"{instance.url}/trial/fail")
     assert answer.status_code == 500
     identifier = answer.headers["x-request-id"]
-    (line,) = eventually(lambda: [each for each in ship.lines("request.failed") if each["request_id"] == identifier])
+    (line,) = eventually(
+        lambda: [each for each in instance.lines("request.failed") if each["request_id"] == identifier]
+    )
     assert "hunter2" in line["error"]
-    assert len([each for each in ship.text.splitlines() if "hunter2" in each]) == 1, "said once"
+    assert len([each for each in instance.text.splitlines() if "hunter2" in each]) == 1, "said once"

@@ -136,7 +136,7 @@ def test_a_cut_off_instance_fences_itself_before_the_server_lets_go_and_returns_
     with Fleet(reachable_postgres.address_of(), tmp_path) as fleet:
         (witness,) = fleet.start()
         island = Islander(network, reachable_postgres, tmp_path / "island.log")
-        fleet.ships.append(island)
+        fleet.instances.append(island)
         with (
             network.watched(island.port, tmp_path / "ready") as ready,
             network.watched(island.port, tmp_path / "live", "/health/live") as live,
@@ -164,7 +164,7 @@ def test_a_cut_off_instance_fences_itself_before_the_server_lets_go_and_returns_
 def test_a_short_cut_costs_nothing_but_the_wait(network: Network, reachable_postgres: Postgres, tmp_path: Path) -> None:
     with Fleet(reachable_postgres.address_of(), tmp_path) as fleet:
         island = Islander(network, reachable_postgres, tmp_path / "island.log")
-        fleet.ships.append(island)
+        fleet.instances.append(island)
         with network.watched(island.port, tmp_path / "ready") as ready, reachable_postgres.session() as session:
             eventually(lambda: ready.since(200))
             beat = "SELECT heartbeat_at FROM flotilla.instances WHERE name = 'island'"

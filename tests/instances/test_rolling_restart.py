@@ -102,28 +102,28 @@ def entry(ports: list[int], tmp_path: Path) -> Iterator[str]:
 
 
 def restart_each_three_times(fleet: Fleet, entry: str, ports: list[int], drain_delay: str) -> Load:
-    ships = [fleet.launch(port=port, FLOTILLA_DRAIN_DELAY=drain_delay) for port in ports]
-    for ship in ships:
-        ship.wait_ready()
+    instances = [fleet.launch(port=port, FLOTILLA_DRAIN_DELAY=drain_delay) for port in ports]
+    for instance in instances:
+        instance.wait_ready()
     # All three in rotation before the load begins.
     eventually(lambda: [httpx.get(f"{entry}/trial/slow?seconds=0").status_code for _ in range(6)] == [200] * 6)
     with Load(entry) as load:
         for _ in range(3):
-            for number, ship in enumerate(ships):
-                ship.terminate()
-                ship.wait_exit()
-                ships[number] = fleet.launch(port=ports[number], FLOTILLA_DRAIN_DELAY=drain_delay)
-                ships[number].wait_ready()
-                back_in_rotation(entry, ships[number])
+            for number, instance in enumerate(instances):
+                instance.terminate()
+                instance.wait_exit()
+                instances[number] = fleet.launch(port=ports[number], FLOTILLA_DRAIN_DELAY=drain_delay)
+                instances[number].wait_ready()
+                back_in_rotation(entry, instances[number])
     return load
 
 
-def back_in_rotation(entry: str, ship: InstanceProcess) -> None:
+def back_in_rotation(entry: str, instance: InstanceProcess) -> None:
     """Wait until HAProxy sends requests to this instance again: its access log says so."""
 
     def served() -> bool:
         httpx.get(f"{entry}/trial/slow?seconds=0")
-        return "/trial/slow" in ship.text
+        return "/trial/slow" in instance.text
 
     eventually(served)
 
@@ -137,7 +137,7 @@ def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
 
     assert load.outcomes["200"] > 300
     assert not load.failed
-    assert not [line for ship in fleet.ships for line in ship.errors()]
+    assert not [line for instance in fleet.instances for line in instance.errors()]
 
 
 @pytest.mark.long

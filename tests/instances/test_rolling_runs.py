@@ -12,21 +12,21 @@ def test_in_a_rolling_restart_runs_go_on_from_their_checkpoint_and_use_no_attemp
     # What is not paused in time is taken over, which is another promise.
     patient = {"FLOTILLA_PAUSE_TIMEOUT": "20"}
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions", **patient) as fleet:
-        ships = fleet.start(3)
+        instances = fleet.start(3)
         # None of them ends before all three were replaced, however long that takes.
         gate = tmp_path / "gate"
         payload = {"steps": 80, "seconds": 0.05, "gate": str(gate)}
-        ids = ships[0].trigger_all([{"action": "walk", "payload": payload}] * RUNS)
-        eventually(lambda: all((ships[0].run(each)["progress"] or {"done": 0})["done"] > 0.05 for each in ids))
-        for old in list(ships):
+        ids = instances[0].trigger_all([{"action": "walk", "payload": payload}] * RUNS)
+        eventually(lambda: all((instances[0].run(each)["progress"] or {"done": 0})["done"] > 0.05 for each in ids))
+        for old in list(instances):
             (new,) = fleet.start()
             old.terminate()
             assert old.wait_exit() in {0, -15}
             assert not old.errors()
-            ships.remove(old)
-            ships.append(new)
+            instances.remove(old)
+            instances.append(new)
         gate.touch()
-        witness = ships[0]
+        witness = instances[0]
         runs = [witness.ended(run_id, within=60) for run_id in ids]
         assert {run["state"] for run in runs} == {"succeeded"}
         assert {run["attempt"] for run in runs} == {1}, "a pause takes its attempt back"

@@ -50,7 +50,7 @@ def test_n_schedulers_make_one_run_of_each_slot(
     """A thousand slots, one after the other: a race that one slot in a thousand loses is found."""
     quiet = {"FLOTILLA_ACTIONS": "tests.support.trial_schedules", "FLOTILLA_LOG_LEVEL": "warning"}
     with Fleet(address, tmp_path, FLOTILLA_POOL_MIN="1", FLOTILLA_POOL_MAX="6", **quiet) as fleet:
-        ships = fleet.start(many)
+        instances = fleet.start(many)
         slots = set()
         for _ in range(ROUNDS):
             row = session.execute(MAKE_DUE).fetchone()
@@ -62,13 +62,13 @@ def test_n_schedulers_make_one_run_of_each_slot(
         made: dict[datetime, int] = dict(session.execute(RUNS).fetchall())
         assert made == dict.fromkeys(slots, 1)
         # An instance counts what it has made a moment after the commit.
-        eventually(lambda: sum(map(made_by, ships)) == ROUNDS)
+        eventually(lambda: sum(map(made_by, instances)) == ROUNDS)
         # More than one took part in the race, or it was none.
-        assert len([ship for ship in ships if made_by(ship)]) > 1
+        assert len([instance for instance in instances if made_by(instance)]) > 1
 
 
-def made_by(ship: InstanceProcess) -> int:
-    found = COUNT.search(ship.client.get("/metrics").text)
+def made_by(instance: InstanceProcess) -> int:
+    found = COUNT.search(instance.client.get("/metrics").text)
     assert found is not None
     return int(float(found[1]))
 
@@ -78,10 +78,10 @@ def test_the_followers_schedule_when_the_leader_is_blocked(
 ) -> None:
     """Its link lives in a thread, so it leads on; its event loop is busy, so it schedules nothing."""
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_schedules") as fleet:
-        ships = fleet.start(2)
-        leader = leader_of(ships)
+        instances = fleet.start(2)
+        leader = leader_of(instances)
         name = leader.me()["name"]
-        (follower,) = [ship for ship in ships if ship is not leader]
+        (follower,) = [instance for instance in instances if instance is not leader]
         with blocked(leader, seconds=600) as request:
             session.execute("UPDATE flotilla.actions SET next_run_at = clock_timestamp()")
             eventually(lambda: count(session) == 1)

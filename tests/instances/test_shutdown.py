@@ -25,10 +25,10 @@ ALONE: list[Mode] = ["serve", "uvicorn"]
 EVERY: list[Mode] = ["serve", "uvicorn", "workers"]
 
 
-def listening(ship: InstanceProcess) -> bool:
+def listening(instance: InstanceProcess) -> bool:
     with socket.socket() as probe:
         probe.settimeout(2)
-        return probe.connect_ex(("127.0.0.1", ship.port)) == 0
+        return probe.connect_ex(("127.0.0.1", instance.port)) == 0
 
 
 def records(address: str) -> dict[str, list[dict[str, Any]]]:
@@ -46,13 +46,13 @@ def in_background(work: Callable[[], httpx.Response]) -> "threading.Thread":
 
 @pytest.mark.parametrize("mode", EVERY)
 def test_ready_says_503_while_the_listener_still_accepts(fleet: Fleet, mode: Mode) -> None:
-    (ship,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="3")
-    ship.terminate()
+    (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="3")
+    instance.terminate()
     seen: list[int | None] = []
-    while listening(ship):
-        seen.append(ship.status())
+    while listening(instance):
+        seen.append(instance.status())
         time.sleep(0.05)
-    ship.wait_exit()
+    instance.wait_exit()
 
     answered = [status for status in seen if status is not None]
     assert set(answered) <= {200, 503}
@@ -68,58 +68,58 @@ def test_a_request_in_flight_finishes_and_new_ones_are_served_until_the_listener
     fleet: Fleet, mode: Mode
 ) -> None:
     # Longer than the listener is open, and with time enough for one more request while it is.
-    (ship,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="4", FLOTILLA_DRAIN_TIMEOUT="20")
+    (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="4", FLOTILLA_DRAIN_TIMEOUT="20")
     with ThreadPoolExecutor() as pool:
-        flying = [pool.submit(httpx.get, f"{ship.url}/trial/slow?seconds=5", timeout=60) for _ in range(4)]
-        eventually(lambda: len(ship.lines("trial.began")) == 4)
-        ship.terminate()
-        eventually(lambda: ship.status() == 503)
-        late = httpx.get(f"{ship.url}/trial/slow?seconds=0", timeout=30)
+        flying = [pool.submit(httpx.get, f"{instance.url}/trial/slow?seconds=5", timeout=60) for _ in range(4)]
+        eventually(lambda: len(instance.lines("trial.began")) == 4)
+        instance.terminate()
+        eventually(lambda: instance.status() == 503)
+        late = httpx.get(f"{instance.url}/trial/slow?seconds=0", timeout=30)
         answers = [each.result() for each in flying]
-    ship.wait_exit()
+    instance.wait_exit()
 
     assert late.status_code == 200
     assert [answer.status_code for answer in answers] == [200] * 4
-    assert ship.errors() == []
+    assert instance.errors() == []
 
 
 @pytest.mark.parametrize("mode", EVERY)
 def test_a_stream_of_events_is_ended_cleanly_and_told_to_come_back(fleet: Fleet, mode: Mode) -> None:
-    (ship,) = fleet.start(1, mode)
-    with httpx.stream("GET", f"{ship.url}/trial/events", timeout=30) as stream:
+    (instance,) = fleet.start(1, mode)
+    with httpx.stream("GET", f"{instance.url}/trial/events", timeout=30) as stream:
         received = b""
         for chunk in stream.iter_bytes():
             received += chunk
             if received.count(b"data:") == 3:
-                ship.terminate()
+                instance.terminate()
     # No exception: the response had a proper end.
-    ship.wait_exit()
+    instance.wait_exit()
 
     lines = received.decode().strip().splitlines()
     assert lines[-1].startswith("retry: ")
     assert 500 <= int(lines[-1].removeprefix("retry: ")) <= 3000
-    assert ship.errors() == []
+    assert instance.errors() == []
 
 
 def test_a_download_in_flight_is_left_to_finish(fleet: Fleet) -> None:
-    (ship,) = fleet.start()
-    with httpx.stream("GET", f"{ship.url}/trial/download?seconds=2", timeout=30) as download:
+    (instance,) = fleet.start()
+    with httpx.stream("GET", f"{instance.url}/trial/download?seconds=2", timeout=30) as download:
         chunks = download.iter_raw()
         size = len(next(chunks))
-        ship.terminate()
+        instance.terminate()
         size += sum(len(chunk) for chunk in chunks)
     assert size == 2000
-    assert ship.wait_exit() is not None
-    assert ship.errors() == []
+    assert instance.wait_exit() is not None
+    assert instance.errors() == []
 
 
 @pytest.mark.parametrize("mode", EVERY)
 def test_the_steps_are_taken_in_order_logged_and_kept_in_the_row(fleet: Fleet, mode: Mode) -> None:
-    (ship,) = fleet.start(1, mode)
+    (instance,) = fleet.start(1, mode)
     expected = 2 if mode == "workers" else 1
-    eventually(lambda: len(ship.lines("instance.ready")) == expected)
-    ship.terminate()
-    ship.wait_exit()
+    eventually(lambda: len(instance.lines("instance.ready")) == expected)
+    instance.terminate()
+    instance.wait_exit()
 
     kept = records(fleet.address)
     assert len(kept) == expected
@@ -129,11 +129,11 @@ def test_the_steps_are_taken_in_order_logged_and_kept_in_the_row(fleet: Fleet, m
         assert all(entry["ms"] >= 0 for entry in record)
         drain = next(entry for entry in record if entry["step"] == "drain")
         assert drain["ms"] >= 300, "the drain delay was not kept"
-        logged = [line for line in ship.lines("shutdown.step") if line["instance"] == name]
+        logged = [line for line in instance.lines("shutdown.step") if line["instance"] == name]
         assert [line["step"] for line in logged] == STEPS
         assert [line["ms"] for line in logged] == [entry["ms"] for entry in record]
-    assert len(ship.lines("shutdown.finished")) == expected
-    assert ship.errors() == []
+    assert len(instance.lines("shutdown.finished")) == expected
+    assert instance.errors() == []
 
 
 @pytest.mark.parametrize("mode", ALONE)
@@ -154,17 +154,19 @@ def test_leadership_is_handed_on_at_the_flag_and_not_at_the_end(fleet: Fleet, mo
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("mode", EVERY)
 def test_a_second_signal_skips_the_wait(fleet: Fleet, mode: Mode, number: int) -> None:
-    (ship,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="30", FLOTILLA_DRAIN_TIMEOUT="5", FLOTILLA_PAUSE_TIMEOUT="2")
+    (instance,) = fleet.start(
+        1, mode, FLOTILLA_DRAIN_DELAY="30", FLOTILLA_DRAIN_TIMEOUT="5", FLOTILLA_PAUSE_TIMEOUT="2"
+    )
     expected = 2 if mode == "workers" else 1
-    eventually(lambda: len(ship.lines("instance.ready")) == expected)
-    processes = [each["pid"] for each in ship.instances()["instances"]]
-    ship.signal(number)
-    eventually(lambda: len(ship.lines("shutdown.step")) == expected and ship.status() == 503)
+    eventually(lambda: len(instance.lines("instance.ready")) == expected)
+    processes = [each["pid"] for each in instance.instances()["instances"]]
+    instance.signal(number)
+    eventually(lambda: len(instance.lines("shutdown.step")) == expected and instance.status() == 503)
     # uvicorn's parent passes one signal on and no second: the workers themselves are told.
     for process in processes:
         os.kill(process, number)
 
-    ship.wait_exit(within=15)
+    instance.wait_exit(within=15)
     kept = records(fleet.address)
     assert len(kept) == expected
     for record in kept.values():
@@ -174,23 +176,23 @@ def test_a_second_signal_skips_the_wait(fleet: Fleet, mode: Mode, number: int) -
 
 @pytest.mark.parametrize("mode", ALONE)
 def test_down_asks_an_instance_through_the_database_and_it_leaves_in_order(fleet: Fleet, mode: Mode) -> None:
-    ship, other = fleet.start(2, mode)
-    name = ship.me()["name"]
+    instance, other = fleet.start(2, mode)
+    name = instance.me()["name"]
     asked = run("down", name, address=fleet.address)
 
     assert asked.returncode == 0, asked.stderr
     assert f"{name}: gone" in asked.stdout
-    ship.wait_exit()
+    instance.wait_exit()
     assert [entry["step"] for entry in records(fleet.address)[name]] == STEPS
     assert other.is_ready()
-    assert ship.errors() == []
+    assert instance.errors() == []
 
 
 def test_down_works_even_when_its_notification_is_lost(fleet: Fleet) -> None:
-    (ship,) = fleet.start()
+    (instance,) = fleet.start()
     with psycopg.connect(fleet.address) as session:
         session.execute("UPDATE flotilla.instances SET drain_requested_at = clock_timestamp()")
-    ship.wait_exit()
+    instance.wait_exit()
 
 
 PATCH = """
@@ -225,26 +227,26 @@ class Hanging(InstanceProcess):
 
 @pytest.fixture
 def hanging(address: str, tmp_path: Path) -> Iterator[Callable[..., Hanging]]:
-    ships: list[Hanging] = []
+    instances: list[Hanging] = []
 
     def start(mode: Mode, **env: str) -> Hanging:
         folder = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-        ships.append(Hanging(mode, address, tmp_path / "hanging.log", folder | env))
-        return ships[-1].wait_ready()
+        instances.append(Hanging(mode, address, tmp_path / "hanging.log", folder | env))
+        return instances[-1].wait_ready()
 
     yield start
-    for ship in ships:
-        ship.end()
+    for instance in instances:
+        instance.end()
 
 
 @pytest.mark.parametrize("mode", EVERY)
 def test_a_step_that_hangs_is_cut_at_its_limit_and_the_others_still_happen(
     hanging: Callable[..., Hanging], address: str, mode: Mode
 ) -> None:
-    ship = hanging(mode, FLOTILLA_PAUSE_TIMEOUT="1")
-    eventually(lambda: len(ship.lines("instance.ready")) == (2 if mode == "workers" else 1))
-    ship.terminate()
-    ship.wait_exit()
+    instance = hanging(mode, FLOTILLA_PAUSE_TIMEOUT="1")
+    eventually(lambda: len(instance.lines("instance.ready")) == (2 if mode == "workers" else 1))
+    instance.terminate()
+    instance.wait_exit()
 
     for record in records(address).values():
         assert [entry["step"] for entry in record] == STEPS
@@ -252,19 +254,19 @@ def test_a_step_that_hangs_is_cut_at_its_limit_and_the_others_still_happen(
         assert outcomes == dict.fromkeys(STEPS, "done") | {"executor": "cut"}
         cut = next(entry for entry in record if entry["step"] == "executor")
         assert cut["ms"] >= 900
-    assert {line["step"] for line in ship.lines("shutdown.step") if line["outcome"] == "cut"} == {"executor"}
+    assert {line["step"] for line in instance.lines("shutdown.step") if line["outcome"] == "cut"} == {"executor"}
 
 
 def end_with_in_flight(fleet: Fleet, path: str) -> InstanceProcess:
     """Run an instance to its end while a request is in flight that would never end by itself."""
-    (ship,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_TIMEOUT="1")
-    flying = in_background(lambda: swallow(ship.url + path))
-    eventually(lambda: "flotilla_requests_in_flight 2.0" in ship.client.get("/metrics").text)
-    ship.client.close()
-    ship.terminate()
-    ship.wait_exit()
+    (instance,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_TIMEOUT="1")
+    flying = in_background(lambda: swallow(instance.url + path))
+    eventually(lambda: "flotilla_requests_in_flight 2.0" in instance.client.get("/metrics").text)
+    instance.client.close()
+    instance.terminate()
+    instance.wait_exit()
     flying.join()
-    return ship
+    return instance
 
 
 def test_requests_that_never_end_are_cut_and_the_rest_of_the_shutdown_happens(fleet: Fleet) -> None:
@@ -293,34 +295,34 @@ def test_the_watchdog_ends_a_process_that_cannot_end_itself(fleet: Fleet) -> Non
     """The event loop is blocked for good: no step can be taken any more, and the log still says why."""
     short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "23"}
     # The listener is open for long enough to let one more request in.
-    (ship,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="4", **short)
-    ship.terminate()
+    (instance,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="4", **short)
+    instance.terminate()
     # The first step is done, and the next one goes on for as long as the listener is open.
-    eventually(lambda: [line["step"] for line in ship.lines("shutdown.step")] == ["flag"])
-    with blocked(ship, seconds=600):
-        assert ship.wait_exit() == 70
-    (line,) = ship.lines("shutdown.watchdog")
+    eventually(lambda: [line["step"] for line in instance.lines("shutdown.step")] == ["flag"])
+    with blocked(instance, seconds=600):
+        assert instance.wait_exit() == 70
+    (line,) = instance.lines("shutdown.watchdog")
     assert line["step"] == "drain"
 
 
 @pytest.mark.parametrize("mode", ALONE)
 def test_a_singleton_that_does_not_end_holds_up_no_process(fleet: Fleet, mode: Mode) -> None:
     """At Ctrl-C, after which all tasks are waited for; a SIGTERM ends the process with no more ado."""
-    (ship,) = fleet.start(1, mode, FLOTILLA_ACTIONS="tests.support.trial_deaf")
-    eventually(lambda: ship.lines("singleton.began"))
-    ship.signal(signal.SIGINT)
-    ship.wait_exit(within=20)
-    assert ship.lines("singleton.abandoned")
+    (instance,) = fleet.start(1, mode, FLOTILLA_ACTIONS="tests.support.trial_deaf")
+    eventually(lambda: instance.lines("singleton.began"))
+    instance.signal(signal.SIGINT)
+    instance.wait_exit(within=20)
+    assert instance.lines("singleton.abandoned")
     for steps in records(fleet.address).values():
         assert [step["outcome"] for step in steps] == ["done"] * len(STEPS)
 
 
 def test_nothing_is_left_in_the_database_after_an_orderly_end(fleet: Fleet, postgres: Postgres) -> None:
-    ships = fleet.start(2)
-    for ship in ships:
-        ship.terminate()
-    for ship in ships:
-        ship.wait_exit()
+    instances = fleet.start(2)
+    for instance in instances:
+        instance.terminate()
+    for instance in instances:
+        instance.wait_exit()
     with postgres.session() as session:
         name = fleet.address.rpartition("/")[2]
         left = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s"
@@ -329,12 +331,12 @@ def test_nothing_is_left_in_the_database_after_an_orderly_end(fleet: Fleet, post
 
 def test_an_unreachable_database_does_not_hold_up_the_end(own_postgres: Postgres, tmp_path: Path) -> None:
     with Fleet(own_postgres.address_of(), tmp_path) as fleet:
-        (ship,) = fleet.start()
+        (instance,) = fleet.start()
         own_postgres.stop("immediate")
-        eventually(lambda: ship.status() == 503)
-        ship.terminate()
-        ship.wait_exit(within=20)
-        assert [line["step"] for line in ship.lines("shutdown.step")] == STEPS
+        eventually(lambda: instance.status() == 503)
+        instance.terminate()
+        instance.wait_exit(within=20)
+        assert [line["step"] for line in instance.lines("shutdown.step")] == STEPS
 
 
 @pytest.mark.parametrize(
@@ -383,16 +385,16 @@ class FirstProcess(InstanceProcess):
 
 def test_the_watchdog_ends_a_process_that_is_still_there_after_its_shutdown(fleet: Fleet, tmp_path: Path) -> None:
     short = {"FLOTILLA_DRAIN_DELAY": "0", "FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1"}
-    ship = FirstProcess("uvicorn", fleet.address, tmp_path / "first.log", short | {"FLOTILLA_GRACE_PERIOD": "19"})
-    fleet.ships.append(ship)
-    ship.wait_ready()
-    stuck = in_background(lambda: swallow(f"{ship.url}/trial/stuck"))
-    eventually(lambda: "flotilla_requests_in_flight 2.0" in ship.client.get("/metrics").text)
-    ship.client.close()
-    ship.terminate()
+    instance = FirstProcess("uvicorn", fleet.address, tmp_path / "first.log", short | {"FLOTILLA_GRACE_PERIOD": "19"})
+    fleet.instances.append(instance)
+    instance.wait_ready()
+    stuck = in_background(lambda: swallow(f"{instance.url}/trial/stuck"))
+    eventually(lambda: "flotilla_requests_in_flight 2.0" in instance.client.get("/metrics").text)
+    instance.client.close()
+    instance.terminate()
 
-    assert ship.wait_exit() == 70
-    assert ship.lines("shutdown.finished")
-    (line,) = ship.lines("shutdown.watchdog")
+    assert instance.wait_exit() == 70
+    assert instance.lines("shutdown.finished")
+    (line,) = instance.lines("shutdown.watchdog")
     assert line["step"] == "exit"
     stuck.join()

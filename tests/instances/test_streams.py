@@ -28,14 +28,14 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.mark.parametrize("workers", [0, 4])
 def test_clients_of_different_instances_are_told_the_same_of_one_execution(fleet: Fleet, workers: int) -> None:
-    ships = [fleet.launch("workers", workers=workers).wait_ready()] if workers else fleet.start(4)
-    urls = [ship.url for ship in ships] * (4 // len(ships))
-    run_id = ships[0].trigger("chatter", {"count": 40, "pause": 0.05})["id"]
+    instances = [fleet.launch("workers", workers=workers).wait_ready()] if workers else fleet.start(4)
+    urls = [instance.url for instance in instances] * (4 // len(instances))
+    run_id = instances[0].trigger("chatter", {"count": 40, "pause": 0.05})["id"]
     watchers = [Watcher(run_id) for _ in urls]
     with ThreadPoolExecutor(len(urls)) as pool:
         list(pool.map(Watcher.read, watchers, urls))
     late = Watcher(run_id)
-    late.read(ships[-1].url)
+    late.read(instances[-1].url)
     for watcher in (*watchers, late):
         assert watcher.done
         assert watcher.told == watchers[0].told
@@ -46,14 +46,14 @@ def test_clients_of_different_instances_are_told_the_same_of_one_execution(fleet
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_nothing(fleet: Fleet, how: str) -> None:
-    ships = fleet.start(3)
+    instances = fleet.start(3)
     # The first attempt goes on for as long as it is let.
-    run_id = ships[0].trigger("chatter", {"count": 80, "pause": 0.05, "first": 1_000_000})["id"]
-    owner = owner_of(ships, run_id)
-    others = [ship for ship in ships if ship is not owner]
+    run_id = instances[0].trigger("chatter", {"count": 80, "pause": 0.05, "first": 1_000_000})["id"]
+    owner = owner_of(instances, run_id)
+    others = [instance for instance in instances if instance is not owner]
     name, watchers = owner.me()["name"], [Watcher(run_id) for _ in others]
     with ThreadPoolExecutor(len(others)) as pool:
-        reading = [pool.submit(watcher.read, ship.url) for watcher, ship in zip(watchers, others, strict=True)]
+        reading = [pool.submit(watcher.read, instance.url) for watcher, instance in zip(watchers, others, strict=True)]
         eventually(lambda: len(watchers[0].told) > 10)
         owner.kill() if how == "killed" else owner.freeze()
         eventually(lambda: watchers[0].attempts == [1, 2])
@@ -75,7 +75,7 @@ def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_noth
         ("succeeded", 2),
     ]
     assert states[1][2] == name
-    assert states[3][2] in {ship.me()["name"] for ship in others}
+    assert states[3][2] in {instance.me()["name"] for instance in others}
     taken_over = next(place for place, each in enumerate(watchers[0].told) if each["data"].get("state") == "pending")
     said = [each["data"]["attempt"] for each in watchers[0].told[taken_over + 6 :] if each["kind"] == "said"]
     assert set(said[-80:]) == {2}
@@ -88,24 +88,24 @@ def test_a_client_whose_instance_goes_misses_nothing_elsewhere(fleet: Fleet) -> 
     It takes as long as fifty instances need to start, one after the other.
     """
     chance = random.Random(4)
-    ships = fleet.start(3)
-    run_id = ships[0].trigger("chatter", {"count": 1_000_000, "pause": 0.02})["id"]
+    instances = fleet.start(3)
+    run_id = instances[0].trigger("chatter", {"count": 1_000_000, "pause": 0.02})["id"]
     watcher = Watcher(run_id)
     for number in range(ROUNDS):
         # The one that has been there for longest; a new one starts while the client is with the next.
-        ship = ships.pop(0).wait_ready()
-        reading = threading.Thread(target=watcher.read, args=(ship.url,))
+        instance = instances.pop(0).wait_ready()
+        reading = threading.Thread(target=watcher.read, args=(instance.url,))
         reading.start()
         for _ in range(chance.choice([1, 1, 5])):
             eventually(partial(has_more, watcher, len(watcher.told)), within=60)
-        ship.kill() if number % 2 else ship.terminate()
-        ships.append(fleet.launch())
+        instance.kill() if number % 2 else instance.terminate()
+        instances.append(fleet.launch())
         reading.join(30)
         assert not reading.is_alive()
         assert not watcher.done
-    ship = ships.pop(0).wait_ready()
-    ship.client.post(f"/runs/{run_id}/cancel")
-    watcher.read(ship.url)
+    instance = instances.pop(0).wait_ready()
+    instance.client.post(f"/runs/{run_id}/cancel")
+    watcher.read(instance.url)
     assert watcher.done
     assert watcher.is_complete()
     assert watcher.connections == ROUNDS + 1
@@ -116,18 +116,20 @@ def has_more(watcher: Watcher, before: int) -> bool:
     return len(watcher.told) > before
 
 
-def owner_of(ships: Sequence[InstanceProcess], run_id: int) -> InstanceProcess:
-    name = eventually(lambda: ships[0].run(run_id)["instance"])
-    return next(ship for ship in ships if ship.me()["name"] == name)
+def owner_of(instances: Sequence[InstanceProcess], run_id: int) -> InstanceProcess:
+    name = eventually(lambda: instances[0].run(run_id)["instance"])
+    return next(instance for instance in instances if instance.me()["name"] == name)
 
 
 def test_a_database_that_is_away_is_a_pause_in_the_stream(own_postgres: Postgres, tmp_path: Path) -> None:
     with Fleet(own_postgres.new_database(), tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
-        ships = fleet.start(2)
-        run_id = ships[0].trigger("chatter", {"count": 80, "pause": 0.05})["id"]
-        watchers = [Watcher(run_id) for _ in ships]
+        instances = fleet.start(2)
+        run_id = instances[0].trigger("chatter", {"count": 80, "pause": 0.05})["id"]
+        watchers = [Watcher(run_id) for _ in instances]
         with ThreadPoolExecutor(2) as pool:
-            reading = [pool.submit(watcher.read, ship.url) for watcher, ship in zip(watchers, ships, strict=True)]
+            reading = [
+                pool.submit(watcher.read, instance.url) for watcher, instance in zip(watchers, instances, strict=True)
+            ]
             eventually(lambda: len(watchers[0].told) > 10)
             own_postgres.stop("immediate")
             own_postgres.start_again()
@@ -142,8 +144,8 @@ def test_a_database_that_is_away_is_a_pause_in_the_stream(own_postgres: Postgres
 
 
 def test_the_feed_is_the_same_at_every_instance_and_goes_on_elsewhere(fleet: Fleet) -> None:
-    ships = fleet.start(2)
-    told: dict[str, list[tuple[str, int, int, str]]] = {ship.url: [] for ship in ships}
+    instances = fleet.start(2)
+    told: dict[str, list[tuple[str, int, int, str]]] = {instance.url: [] for instance in instances}
 
     def read(url: str, last: str | None, many: int) -> None:
         headers = {} if last is None else {"Last-Event-ID": last}
@@ -158,10 +160,10 @@ def test_the_feed_is_the_same_at_every_instance_and_goes_on_elsewhere(fleet: Fle
                     return
 
     with ThreadPoolExecutor(2) as pool:
-        reading = [pool.submit(read, ship.url, "0", 60) for ship in ships]
+        reading = [pool.submit(read, instance.url, "0", 60) for instance in instances]
         for number in range(20):
-            ships[number % 2].trigger("noop")
-            run_id = ships[number % 2].trigger("echo")["id"]
+            instances[number % 2].trigger("noop")
+            run_id = instances[number % 2].trigger("echo")["id"]
         for each in reading:
             each.result(60)
     first, second = told.values()
@@ -173,18 +175,18 @@ def test_the_feed_is_the_same_at_every_instance_and_goes_on_elsewhere(fleet: Fle
             (3, "succeeded"),
         ]
     # A third begins in the middle, at the other one.
-    told[ships[1].url] = []
-    read(ships[1].url, first[24][0], 35)
-    assert told[ships[1].url] == first[25:]
+    told[instances[1].url] = []
+    read(instances[1].url, first[24][0], 35)
+    assert told[instances[1].url] == first[25:]
 
 
 def test_over_the_cap_streams_are_refused_and_the_instance_serves_on(fleet: Fleet) -> None:
-    (ship,) = fleet.start(FLOTILLA_STREAMS="20", FLOTILLA_STREAMS_PER_KEY="20")
-    run_id = ship.trigger("nap", {"seconds": 600})["id"]
+    (instance,) = fleet.start(FLOTILLA_STREAMS="20", FLOTILLA_STREAMS_PER_KEY="20")
+    run_id = instance.trigger("nap", {"seconds": 600})["id"]
     request = f"GET /runs/{run_id}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode()
     with ExitStack() as stack:
         for number in range(1020):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", ship.port), timeout=30))
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", instance.port), timeout=30))
             client.sendall(request)
             answer = client.recv(4096)
             if number < 20:
@@ -193,54 +195,54 @@ def test_over_the_cap_streams_are_refused_and_the_instance_serves_on(fleet: Flee
                 assert answer.startswith(b"HTTP/1.1 503")
                 assert b"retry-after: 5" in answer
                 client.close()
-        assert ship.run(run_id)["state"] == "running"
-    eventually(lambda: stream_status(ship, run_id) == 200)
-    assert ship.status() == 200
+        assert instance.run(run_id)["state"] == "running"
+    eventually(lambda: stream_status(instance, run_id) == 200)
+    assert instance.status() == 200
 
 
-def stream_status(ship: InstanceProcess, run_id: int) -> int:
-    with httpx.stream("GET", f"{ship.url}/runs/{run_id}/events", timeout=30) as answer:
+def stream_status(instance: InstanceProcess, run_id: int) -> int:
+    with httpx.stream("GET", f"{instance.url}/runs/{run_id}/events", timeout=30) as answer:
         return answer.status_code
 
 
 def test_a_client_that_never_reads_is_cut(fleet: Fleet) -> None:
-    (ship,) = fleet.start(TRIAL_STALLED="0.5")
-    run_id = more_than_buffers_hold(ship)
-    with stalled(ship, run_id):
-        (cut,) = eventually(lambda: ship.lines("stream.cut"))
+    (instance,) = fleet.start(TRIAL_STALLED="0.5")
+    run_id = more_than_buffers_hold(instance)
+    with stalled(instance, run_id):
+        (cut,) = eventually(lambda: instance.lines("stream.cut"))
         assert cut["path"] == f"/runs/{run_id}/events"
         reader = Watcher(run_id)
-        reader.read(ship.url)
+        reader.read(instance.url)
         assert reader.is_complete()
-        eventually(lambda: "flotilla_streams 0.0\n" in ship.client.get("/metrics").text)
-    assert not ship.errors()
+        eventually(lambda: "flotilla_streams 0.0\n" in instance.client.get("/metrics").text)
+    assert not instance.errors()
 
 
 def test_a_client_that_never_reads_does_not_hold_a_drain_up(fleet: Fleet) -> None:
-    (ship,) = fleet.start(FLOTILLA_DRAIN_TIMEOUT="30")
-    run_id = more_than_buffers_hold(ship)
-    with stalled(ship, run_id):
+    (instance,) = fleet.start(FLOTILLA_DRAIN_TIMEOUT="30")
+    run_id = more_than_buffers_hold(instance)
+    with stalled(instance, run_id):
         # Its stream is stuck by the time that another has had everything.
         reader = Watcher(run_id)
-        reader.read(ship.url)
-        ship.terminate()
-        assert ship.wait_exit(within=20) in {0, -signal.SIGTERM}
-    assert len(ship.lines("stream.cut")) == 1
-    assert not ship.errors()
+        reader.read(instance.url)
+        instance.terminate()
+        assert instance.wait_exit(within=20) in {0, -signal.SIGTERM}
+    assert len(instance.lines("stream.cut")) == 1
+    assert not instance.errors()
 
 
-def more_than_buffers_hold(ship: InstanceProcess) -> int:
-    run_id: int = ship.trigger("chatter", {"count": 400, "pause": 0.0, "padding": 60_000})["id"]
-    ship.ended(run_id, within=60)
+def more_than_buffers_hold(instance: InstanceProcess) -> int:
+    run_id: int = instance.trigger("chatter", {"count": 400, "pause": 0.0, "padding": 60_000})["id"]
+    instance.ended(run_id, within=60)
     return run_id
 
 
 @contextmanager
-def stalled(ship: InstanceProcess, run_id: int) -> Iterator[None]:
+def stalled(instance: InstanceProcess, run_id: int) -> Iterator[None]:
     """Have somebody ask for a run's events, and never read them."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", ship.port))
+        client.connect(("127.0.0.1", instance.port))
         client.sendall(f"GET /runs/{run_id}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert client.recv(12) == b"HTTP/1.1 200"
         yield

@@ -16,7 +16,7 @@ from app.fleet.engine.maintenance.reconciler import Reconciler
 from app.fleet.http.auth import make_key
 from app.fleet.http.problems import BY_STATUS
 from tests.integration.test_edge import is_problem
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -74,7 +74,7 @@ async def names(run: Run[list[str]]) -> list[str]:
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address, actions=MODULES) as own:
+    async with local_instance(address, actions=MODULES) as own:
         yield own
 
 
@@ -164,7 +164,7 @@ async def test_an_instance_that_is_ready_stands_by_before_anything_has_looked(
     async def never(_: Reconciler) -> None: ...
 
     monkeypatch.setattr(Reconciler, "_start", never)
-    async with desk(address, actions=MODULES) as here:
+    async with local_instance(address, actions=MODULES) as here:
         me = (await get(here, "/health/instances"))["self"]
         assert (await get(here, "/actions/noop"))["standby"] == [me]
 
@@ -498,7 +498,7 @@ async def test_a_pause_waits_for_whoever_is_scheduling_a_slot_of_it(here: LocalI
 async def test_seeing_needs_read_and_changing_needs_operate(address: str) -> None:
     keys = {scope: make_key(scope, scope) for scope in ("read", "operate")}
     lines = ",".join(line for _, line in keys.values())
-    async with desk(address, actions=MODULES, api_keys=lines) as here:
+    async with local_instance(address, actions=MODULES, api_keys=lines) as here:
         reader, operator = ({"x-api-key": key} for key, _ in keys.values())
         for path in ("/actions", "/actions/noop", "/runs", "/runs/1"):
             is_problem(await here.running.client.get(path), "unauthorized")

@@ -10,14 +10,14 @@ import pytest
 from sqlalchemy import text
 
 from app.fleet.cluster.anomalies import KINDS, Anomalies
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         await own.led()
         yield own
 
@@ -53,7 +53,7 @@ async def test_each_is_said_once_when_it_comes_and_once_when_it_is_over(
 
 async def test_the_leader_looks_by_itself_and_the_others_do_not(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.fleet.cluster.anomalies.EVERY", 0.02)
-    async with desk(address) as first, desk(address) as second:
+    async with local_instance(address) as first, local_instance(address) as second:
 
         async def somebody_leads() -> bool:
             return first.running.context.member.leading or second.running.context.member.leading

@@ -8,7 +8,7 @@ import pytest
 
 from app.fleet import trigger
 from app.fleet.engine.enqueue.trigger import Order, current
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.trial_actions import EFFECTS
 
 pytestmark = pytest.mark.anyio
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address, pause_timeout=4.0) as own:
+    async with local_instance(address, pause_timeout=4.0) as own:
         yield own
 
 
@@ -219,7 +219,7 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
 
 
 async def test_whatever_an_attempt_logs_says_which_run_it_was(address: str, capfd: pytest.CaptureFixture[str]) -> None:
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         run = await here.run("talk")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "the parcel is heavy" in line]
     assert f"request_id=run/{run.id}" in line

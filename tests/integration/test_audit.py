@@ -11,7 +11,7 @@ from app.fleet.http.auth import make_key
 from app.fleet.http.refusals import UNKNOWN_MOST
 from tests.integration.test_edge import is_problem
 from tests.support.fleet import run
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ LINES = ",".join(line for _, line in (READ, OPERATE, ADMIN))
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address, api_keys=LINES, log_level="info") as own:
+    async with local_instance(address, api_keys=LINES, log_level="info") as own:
         yield own
 
 

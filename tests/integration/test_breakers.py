@@ -18,11 +18,11 @@ from app.fleet.coordination import breakers
 from app.fleet.coordination.breakers import Breaker, Breakers
 from app.fleet.db.namespace import Statement
 from app.fleet.errors import BreakerInvalid
+from tests.support.engine_harness import EngineHarness, engine_harness
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon
 from tests.support.service import service
-from tests.support.table import EngineHarness, table
 
 pytestmark = pytest.mark.anyio
 
@@ -109,7 +109,10 @@ class Crew(list[Hand]):
 
 @asynccontextmanager
 async def crew_of(count: int, address: str, listening: str) -> AsyncIterator[Crew]:
-    async with table(address) as here, await psycopg.AsyncConnection.connect(listening, autocommit=True) as ear:
+    async with (
+        engine_harness(address) as here,
+        await psycopg.AsyncConnection.connect(listening, autocommit=True) as ear,
+    ):
         crew = Crew()
         crew.here = here
         await here.sql("TRUNCATE breakers, instances")

@@ -18,14 +18,14 @@ from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.writer import FINISH
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.runs.claim import Row
-from tests.support.table import NAMESPACE, Claimed, Claiming, declare, table
+from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, declare, engine_harness
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
 
 
 async def test_many_that_claim_at_once_share_the_runs_and_nobody_waits(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         ids = await here.trigger(*[Order("tick")] * 500)
         claiming = [await here.instance(f"i-{number}") for number in range(5)]
         shares = await asyncio.gather(*(each.claim(room=60) for each in claiming))
@@ -35,7 +35,7 @@ async def test_many_that_claim_at_once_share_the_runs_and_nobody_waits(address: 
 
 
 async def test_a_locked_run_is_skipped_and_not_waited_for(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         first, second = await here.trigger(Order("tick"), Order("tick"))
         with psycopg.connect(address) as holder:
             holder.execute("SELECT 1 FROM flotilla.runs WHERE id = %s FOR UPDATE", [first])
@@ -46,7 +46,7 @@ async def test_a_locked_run_is_skipped_and_not_waited_for(address: str) -> None:
 
 async def test_higher_priorities_first_then_whoever_waits_longest(address: str) -> None:
     now = datetime.now(UTC)
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         late, early, urgent, idle = await here.trigger(
             Order("tick", run_at=now - timedelta(seconds=5)),
             Order("tick", run_at=now - timedelta(seconds=9)),
@@ -58,7 +58,7 @@ async def test_higher_priorities_first_then_whoever_waits_longest(address: str) 
 
 
 async def test_a_flood_of_one_action_does_not_starve_another(address: str) -> None:
-    async with table(address, declare("flood"), declare("tick")) as here:
+    async with engine_harness(address, declare("flood"), declare("tick")) as here:
         await here.trigger(*[Order("flood")] * 1000)
         (lone,) = await here.trigger(Order("tick"))
         one = await here.instance("one")
@@ -77,7 +77,7 @@ def names(claimed: Sequence[Claimed], ids: dict[int, str]) -> Counter[str]:
 async def test_a_higher_priority_comes_first_whatever_its_limit_and_in_lines_too(
     address: str, limit: dict[str, Any], ordering_key: str | None
 ) -> None:
-    async with table(address, declare("flood", priority=-5), declare("urgent", priority=5, **limit)) as here:
+    async with engine_harness(address, declare("flood", priority=-5), declare("urgent", priority=5, **limit)) as here:
         await here.trigger(*[Order("flood")] * 50)
         (urgent,) = await here.trigger(Order("urgent", ordering_key=ordering_key))
         one = await here.instance("one")
@@ -90,7 +90,7 @@ async def test_within_a_priority_what_waits_longest_comes_first_whatever_its_lim
     address: str, limit: dict[str, Any]
 ) -> None:
     now = datetime.now(UTC)
-    async with table(address, declare("free"), declare("limited", **limit)) as here:
+    async with engine_harness(address, declare("free"), declare("limited", **limit)) as here:
         for sooner, later in (("free", "limited"), ("limited", "free")):
             first, second = await here.trigger(
                 Order(sooner, run_at=now - timedelta(minutes=9)), Order(later, run_at=now - timedelta(minutes=8))
@@ -104,7 +104,7 @@ async def test_a_flood_of_a_priority_leaves_a_share_to_each_place_and_nothing_to
     address: str, limit: dict[str, Any]
 ) -> None:
     actions = [declare("flood", priority=5, **limit), declare("calm", priority=5), declare("low")]
-    async with table(address, *actions) as here:
+    async with engine_harness(address, *actions) as here:
         flood = dict.fromkeys(await here.trigger(*[Order("flood")] * 100), "flood")
         low = dict.fromkeys(await here.trigger(*[Order("low")] * 100), "low")
         calm = dict.fromkeys(await here.trigger(Order("calm"), Order("calm")), "calm")
@@ -117,7 +117,7 @@ async def test_places_without_limits_are_claimed_in_one_statement_whatever_their
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actions = [declare(f"tick-{number}", priority=number // 2) for number in range(6)]
-    async with table(address, *actions) as here:
+    async with engine_harness(address, *actions) as here:
         made = await here.trigger(*[Order(each.name) for each in actions])
         one = await here.instance("one")
         genuine, calls = one.claimant._take, []
@@ -133,7 +133,7 @@ async def test_places_without_limits_are_claimed_in_one_statement_whatever_their
 
 async def test_a_claim_locks_no_more_than_it_takes_and_sorts_no_runs(address: str) -> None:
     """Its plan in a lane: places in their order, and from each as many as there is room for."""
-    async with table(address, *[declare(f"tick-{number}") for number in range(3)]) as here:
+    async with engine_harness(address, *[declare(f"tick-{number}") for number in range(3)]) as here:
         one, lane = await here.instance("one"), here.database.dedicated()
         await here.trigger(*[Order(f"tick-{number}") for number in range(3)] * 100)
         values = {"me": one.identity.id, "name": "one", "counted": False, "room": 8, "mosts": "{4,4,4}"}
@@ -151,7 +151,9 @@ async def test_a_claim_locks_no_more_than_it_takes_and_sorts_no_runs(address: st
 
 
 async def test_what_runs_is_not_counted_for_a_rate_alone(address: str) -> None:
-    async with table(address, declare("rated", rate="10/s"), declare("both", rate="10/s", concurrency=5)) as here:
+    async with engine_harness(
+        address, declare("rated", rate="10/s"), declare("both", rate="10/s", concurrency=5)
+    ) as here:
         looked = []
         for identifier in here.catalogue.ids:
             explain = "EXPLAIN (ANALYZE, FORMAT JSON) " + ALLOWED.replace("{schema}", "flotilla").replace(
@@ -170,7 +172,7 @@ async def test_a_claim_is_bounded_in_bytes_and_leaves_the_rest_to_the_next(
     address: str, text: str, ordering_key: bool
 ) -> None:
     """With a megabyte each for payload and checkpoint, compressed or not."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         made = await here.trigger(*[Order("tick", ordering_key=f"{n}" if ordering_key else None) for n in range(40)])
         await here.sql(f"UPDATE runs SET payload = to_json({text}), checkpoint = to_json({text}) RETURNING 1")
         one = await here.instance("one")
@@ -186,7 +188,7 @@ async def test_a_run_that_becomes_due_while_a_claim_is_under_way_is_claimed_next
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the claim has looked, and before it asks when the next run is due."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
         # It learns what time it is.
         await one.claim()
@@ -207,13 +209,13 @@ async def test_a_run_that_becomes_due_while_a_claim_is_under_way_is_claimed_next
 
 
 async def test_a_run_for_later_waits(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick", run_at=datetime.now(UTC) + timedelta(hours=1)))
         assert await (await here.instance("one")).claim() == []
 
 
 async def test_a_paused_action_is_not_claimed(address: str) -> None:
-    async with table(address, declare("tick"), declare("other")) as here:
+    async with engine_harness(address, declare("tick"), declare("other")) as here:
         await here.trigger(Order("tick"))
         (free,) = await here.trigger(Order("other"))
         await here.sql("UPDATE actions SET paused_at = now() WHERE name = 'tick' RETURNING 1")
@@ -221,7 +223,7 @@ async def test_a_paused_action_is_not_claimed(address: str) -> None:
 
 
 async def test_whoever_was_declared_gone_claims_nothing(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         one = await here.instance("one")
         await here.sql("UPDATE instances SET state = 'gone' RETURNING 1")
@@ -230,7 +232,7 @@ async def test_whoever_was_declared_gone_claims_nothing(address: str) -> None:
 
 async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(address: str) -> None:
     """Interleaved by hand: the row of the claiming instance is held until its claim is committed."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         one = await here.instance("one")
         register = Register(NAMESPACE, [Rescue(NAMESPACE)])
@@ -249,7 +251,7 @@ async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(
 
 @pytest.mark.parametrize("limit", [1, 3])
 async def test_concurrency_is_exact_in_the_whole_cluster(address: str, limit: int) -> None:
-    async with table(address, declare(concurrency=limit)) as here:
+    async with engine_harness(address, declare(concurrency=limit)) as here:
         await here.trigger(*[Order("tick")] * 60)
         claiming = [await here.instance(f"i-{number}") for number in range(6)]
         ended = 0
@@ -263,7 +265,7 @@ async def test_concurrency_is_exact_in_the_whole_cluster(address: str, limit: in
 
 
 async def test_overlap_queue_runs_one_after_another(address: str) -> None:
-    async with table(address, declare(overlap="queue")) as here:
+    async with engine_harness(address, declare(overlap="queue")) as here:
         first, second = await here.trigger(Order("tick"), Order("tick"))
         one, two = await here.instance("one"), await here.instance("two")
         assert [run.run_id for run in await one.claim()] == [first]
@@ -273,7 +275,7 @@ async def test_overlap_queue_runs_one_after_another(address: str) -> None:
 
 
 async def test_a_rate_is_kept_by_all_together(address: str) -> None:
-    async with table(address, declare(rate="20/s")) as here:
+    async with engine_harness(address, declare(rate="20/s")) as here:
         await here.trigger(*[Order("tick")] * 200)
         claiming = [await here.instance(f"i-{number}") for number in range(4)]
         loop = asyncio.get_running_loop()
@@ -294,7 +296,7 @@ async def test_a_changed_rate_holds_from_the_next_claim_on(
     address: str, before: str, after: str | None, more: int
 ) -> None:
     """What was started counts on; the time that the old rate would have taken does not."""
-    async with table(address, declare(rate=before)) as here:
+    async with engine_harness(address, declare(rate=before)) as here:
         await here.trigger(*[Order("tick")] * 1200)
         one = await here.instance("one")
         assert len(await one.claim(room=1000)) == int(before.partition("/")[0])
@@ -305,14 +307,14 @@ async def test_a_changed_rate_holds_from_the_next_claim_on(
 
 
 async def test_a_limit_of_one_action_keeps_none_of_the_others(address: str) -> None:
-    async with table(address, declare("tight", concurrency=1), declare("tick")) as here:
+    async with engine_harness(address, declare("tight", concurrency=1), declare("tick")) as here:
         await here.trigger(*[Order("tight", priority=9)] * 50)
         await here.trigger(*[Order("tick")] * 50)
         assert len(await (await here.instance("one")).claim(room=60)) == 51
 
 
 async def test_a_new_claim_has_a_token_nobody_had(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         one = await here.instance("one")
         tokens = []
@@ -325,7 +327,7 @@ async def test_a_new_claim_has_a_token_nobody_had(address: str) -> None:
 
 
 async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         now = asyncio.get_running_loop().time()
         later = datetime.now(UTC) + timedelta(hours=1)
         one = await here.instance("one")
@@ -343,12 +345,12 @@ async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> 
 
 async def told(one: Claiming, name: str, run_at: datetime) -> None:
     now = asyncio.get_running_loop().time()
-    one.claimant.backlog.tell(one.table.catalogue.id_of(name), 0, run_at, now)
+    one.claimant.backlog.tell(one.harness.catalogue.id_of(name), 0, run_at, now)
 
 
 async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None:
     """With a snapshot open, the index keeps the entries of all that ever waited; the plan shows how many are met."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
         with psycopg.connect(address) as reader:
             reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -372,7 +374,7 @@ async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None
 
 
 async def test_a_run_whose_transaction_began_before_the_floor_is_found_when_it_is_told(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
         await one.claim()
         with psycopg.connect(address) as slow:
@@ -387,7 +389,7 @@ async def test_a_run_whose_transaction_began_before_the_floor_is_found_when_it_i
 
 
 async def test_what_is_told_while_a_claim_is_under_way_is_not_forgotten(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
         ((began,),) = await here.sql("SELECT now()")
         ready = one.claimant.backlog
@@ -402,7 +404,7 @@ async def test_what_is_told_while_a_claim_is_under_way_is_not_forgotten(address:
 
 async def test_many_places_at_once_are_shared_out(address: str) -> None:
     actions = [declare(f"tick-{number}") for number in range(MANY + 50)]
-    async with table(address, *actions) as here:
+    async with engine_harness(address, *actions) as here:
         await here.trigger(*[Order(each.name) for each in actions])
         ((began, server_now),) = await here.sql("SELECT min(run_at), clock_timestamp() FROM runs")
         everyone = [(identifier, 0, began) for identifier in here.catalogue.ids]
@@ -422,7 +424,7 @@ async def test_many_places_at_once_are_shared_out(address: str) -> None:
 
 async def test_a_few_places_are_everyones(address: str) -> None:
     actions = [declare(f"tick-{number}") for number in range(4)]
-    async with table(address, *actions) as here:
+    async with engine_harness(address, *actions) as here:
         one = await here.instance("one")
         one.claimant.backlog.part = (2, 3)
         now = asyncio.get_running_loop().time()
@@ -433,7 +435,7 @@ async def test_a_few_places_are_everyones(address: str) -> None:
 
 async def test_a_completion_finds_its_rows_by_their_ids_even_if_it_was_planned_on_an_empty_table(address: str) -> None:
     """An empty table makes a walk through all of it look cheap; under a snapshot, that becomes a long one."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one, lane, finish = await here.instance("one"), here.database.dedicated(), here.database.namespace.sql(FINISH)
         with psycopg.connect(address, autocommit=True) as other:
             other.execute("VACUUM ANALYZE flotilla.runs")

@@ -17,7 +17,7 @@ from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +35,7 @@ def proxy(postgres: Postgres) -> Iterator[Proxy]:
 @pytest.fixture
 async def here(address: str, proxy: Proxy) -> AsyncIterator[LocalInstance]:
     through = f"postgresql://postgres@127.0.0.1:{proxy.port}/{address.rpartition('/')[2]}"
-    async with desk(through) as own:
+    async with local_instance(through) as own:
         for name in ("echo", "alone", "noop"):
             await post(own, f"/actions/{name}/pause", status=200)
         yield own

@@ -12,7 +12,7 @@ from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute import writer
 from app.fleet.errors import PayloadInvalid
 from tests.support import trial_faults
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ FAULTS = ("tests.support.trial_faults", "tests.support.trial_actions")
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address, actions=FAULTS, concurrency=CONCURRENCY) as own:
+    async with local_instance(address, actions=FAULTS, concurrency=CONCURRENCY) as own:
         yield own
 
 
@@ -98,7 +98,7 @@ async def test_a_run_that_emits_without_end_withholds_nobody_elses_end(here: Loc
 
 
 async def test_a_run_that_emits_without_end_withholds_nobody_elses_pause(address: str) -> None:
-    async with desk(address, actions=FAULTS, concurrency=CONCURRENCY, pause_timeout=2.0) as here:
+    async with local_instance(address, actions=FAULTS, concurrency=CONCURRENCY, pause_timeout=2.0) as here:
         await here.attempt(await here.trigger("babble", {"deaf": True}))
         await here.attempt(await here.trigger("nap", {"seconds": 60}))
     with psycopg.connect(address) as left:

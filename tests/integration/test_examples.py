@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.actions import mailings as actions
 from app.fleet import trigger
 from app.routes import mailings as routes
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ COUNTS = "SELECT (SELECT count(*) FROM flotilla.mailings), (SELECT count(*) FROM
 
 @pytest.fixture
 async def office(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address, actions=("app.actions",)) as own:
+    async with local_instance(address, actions=("app.actions",)) as own:
         yield own
 
 

@@ -13,16 +13,16 @@ from app.fleet.http import events as http_events
 from app.fleet.runs import feed
 from app.fleet.runs.feed import Batch, Change
 from tests.integration.test_edge import is_problem
-from tests.support.runs import LocalInstance, desk
+from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
+from tests.support.runs import LocalInstance, local_instance
 from tests.support.streams import Message, messages
-from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         yield own
 
 
@@ -57,7 +57,7 @@ async def test_every_change_of_a_run_is_there_with_the_number_it_has_among_the_r
 
 async def test_a_change_that_commits_late_is_not_skipped(address: str) -> None:
     """Two transactions by hand: the one that began first, and has the lower id, commits last."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         order = prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
             (early,) = await insert(slow, NAMESPACE, [order], "code")
@@ -76,7 +76,7 @@ async def test_a_reader_that_does_not_get_the_lock_numbers_nothing_and_does_not_
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one sees a row that the holder does not, and would give it the number that the holder is giving."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         order = prepare(here.catalogue, Order("tick"))
         genuine, others = feed.one, list[feed.Given]()
 
@@ -100,7 +100,7 @@ async def test_numbers_are_given_in_a_transaction_also_on_a_connection_in_autoco
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without one, the lock is released at once, and two readers give the same number."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         genuine, others = feed.one, list[feed.Given]()
 
@@ -127,7 +127,7 @@ async def test_what_takes_several_transactions_to_number_keeps_the_order_of_each
     """A change that commits between two steps, below what was numbered, and one that follows it above."""
     monkeypatch.setattr(feed, "NUMBER", feed.NUMBER.replace(str(feed.AT_ONCE), "2"))
     monkeypatch.setattr(feed, "AT_ONCE", 2)
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one, numbers = await here.instance("one"), feed.Numbers()
         order = prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
@@ -157,7 +157,7 @@ AGE = "UPDATE feed SET at = at - interval '11 minutes' RETURNING 1"
 
 
 async def test_what_is_old_is_forgotten_and_numbers_go_on(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         for _ in range(3):
             await here.trigger(Order("tick"))
         await changes(here)
@@ -169,7 +169,7 @@ async def test_what_is_old_is_forgotten_and_numbers_go_on(address: str) -> None:
 
 
 async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_comes_back(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         assert len(await changes(here)) == 1
         await here.trigger(*[Order("tick")] * 5)
@@ -192,7 +192,7 @@ async def test_numbering_reads_no_more_rows_than_it_numbers_whatever_the_planner
         FROM generate_series({begin}, {end}) AS n
         ORDER BY random()
     """
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.sql(rows.format(first="CASE WHEN n % 200 > 0 THEN n END", begin=1, end=20000))
         await here.sql("ANALYZE feed")
         await here.sql(rows.format(first="NULL", begin=20001, end=40000))
@@ -215,7 +215,7 @@ async def test_a_feed_that_ends_with_a_full_batch_of_old_rows_is_pruned(
 ) -> None:
     monkeypatch.setattr(feed, "OLD", feed.OLD.replace(str(feed.PRUNED_AT_ONCE), "2"))
     monkeypatch.setattr(feed, "PRUNED_AT_ONCE", 2)
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         for _ in range(4):
             await here.trigger(Order("tick"))
         assert (await number(here)).number == 4
@@ -231,7 +231,7 @@ async def test_a_feed_that_was_never_read_is_pruned_and_its_numbers_are_taken(
 ) -> None:
     monkeypatch.setattr(feed, "OLD", feed.OLD.replace(str(feed.PRUNED_AT_ONCE), "2"))
     monkeypatch.setattr(feed, "PRUNED_AT_ONCE", 2)
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         pruner = feed.Pruner()
         for _ in range(5):
             await here.trigger(Order("tick"))
@@ -253,7 +253,7 @@ async def test_a_feed_that_was_never_read_is_pruned_and_its_numbers_are_taken(
 
 
 async def test_a_row_that_commits_late_is_pruned_although_later_ones_are_gone(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         pruner, order = feed.Pruner(), prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
@@ -272,7 +272,7 @@ async def test_a_row_that_commits_late_is_pruned_although_later_ones_are_gone(ad
 
 
 async def test_pruning_begins_above_what_is_gone_and_leaves_nothing_behind(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         pruner = feed.Pruner()
         for _ in range(3):
             await here.trigger(Order("tick"), Order("tick"))
@@ -285,7 +285,7 @@ async def test_pruning_begins_above_what_is_gone_and_leaves_nothing_behind(addre
 
 
 async def test_pruning_waits_for_nobody(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         await here.sql(AGE)
         pruner = feed.Pruner()
@@ -299,7 +299,7 @@ async def test_pruning_waits_for_nobody(address: str) -> None:
 
 async def test_a_change_that_is_very_late_is_found_and_comes_before_what_came_of_it(address: str) -> None:
     """Numbers are only looked for above a floor; it does not pass what a transaction that is still open may have."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         order, numbers = prepare(here.catalogue, Order("tick")), feed.Numbers()
         one = await here.instance("one")
 
@@ -332,7 +332,7 @@ async def test_a_change_that_is_very_late_is_found_and_comes_before_what_came_of
 async def test_what_was_numbered_in_a_transaction_that_failed_is_numbered_again(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         order, numbers = prepare(here.catalogue, Order("tick")), feed.Numbers()
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
@@ -357,7 +357,7 @@ async def test_what_was_numbered_in_a_transaction_that_failed_is_numbered_again(
 
 
 async def test_switched_off_nothing_is_written(address: str) -> None:
-    async with desk(address, feed_retention=0) as here:
+    async with local_instance(address, feed_retention=0) as here:
         await here.run("echo")
         assert await here.sql("SELECT * FROM feed") == []
         is_problem(await here.running.client.get("/events"), "not-found")
@@ -394,7 +394,7 @@ async def read(here: LocalInstance, path: str = "/events", last: str = "0") -> l
 
 
 async def test_a_stream_has_what_was_asked_for_after_the_number_that_was_given(address: str) -> None:
-    async with desk(address, stream_age=0.3) as here:
+    async with local_instance(address, stream_age=0.3) as here:
         run, other = await here.run("echo"), await here.run("fail")
         everything = await read(here)
         assert [message.id for message in everything] == [str(number) for number in range(1, len(everything) + 1)]
@@ -419,7 +419,7 @@ async def test_a_stream_has_what_was_asked_for_after_the_number_that_was_given(a
 
 
 async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) -> None:
-    async with desk(address, stream_age=0.3) as here:
+    async with local_instance(address, stream_age=0.3) as here:
         for _ in range(3):
             await here.run("noop")
         assert len(await read(here)) == 9

@@ -12,7 +12,7 @@ from app.fleet.engine.enqueue.trigger import TRY_KEY
 from app.fleet.http import idempotency
 from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         yield own
 
 
@@ -174,7 +174,7 @@ async def test_if_the_first_ends_in_time_the_second_has_its_answer(here: LocalIn
 
 @pytest.mark.usefixtures("patient")
 async def test_requests_that_wait_keep_no_connections(address: str) -> None:
-    async with desk(address, pool_min=1, pool_max=5, pool_timeout=5) as here:
+    async with local_instance(address, pool_min=1, pool_max=5, pool_timeout=5) as here:
         with psycopg.connect(address) as other:
             hold(here, other, "weigh:order-17")
             tries = asked(here)

@@ -18,12 +18,12 @@ from app.fleet.coordination.limits import ANSWER_MOST, LATE, Limit, Limits
 from app.fleet.coordination.validation import duration
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LimitInvalid
+from tests.support.engine_harness import EngineHarness, engine_harness
 from tests.support.limits import excess
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon
 from tests.support.service import service
-from tests.support.table import EngineHarness, table
 
 pytestmark = pytest.mark.anyio
 ROUNDS = 5
@@ -39,7 +39,7 @@ def sea(postgres: Postgres) -> Iterator[str]:
 
 @pytest.fixture
 async def here(sea: str) -> AsyncIterator[EngineHarness]:
-    async with table(sea) as own:
+    async with engine_harness(sea) as own:
         await own.sql("TRUNCATE limits")
         yield own
 
@@ -306,7 +306,7 @@ async def test_an_answer_that_took_too_long_counts_for_nothing(here: EngineHarne
 async def test_while_the_database_is_away_nobody_passes_and_then_they_do(address: str) -> None:
     host, port = "127.0.0.1", int(address.rpartition("/")[0].rpartition(":")[2])
     with Proxy((host, port)) as proxy:
-        async with table(address.replace(f":{port}/", f":{proxy.port}/")) as here:
+        async with engine_harness(address.replace(f":{port}/", f":{proxy.port}/")) as here:
             limits, wanted = Limits(here.database), Limit.of("tides", "10/s", 1)
             await limits.take(wanted, 0)
             proxy.refuse()

@@ -19,8 +19,8 @@ from app.fleet.engine.execute.writer import FINISH
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import EngineError
 from app.fleet.runs import records
+from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, EngineHarness, declare, engine_harness
 from tests.support.runs import soon
-from tests.support.table import NAMESPACE, Claimed, Claiming, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -40,7 +40,7 @@ async def line(here: EngineHarness, ordering_key: str, many: int, **order: Any) 
 
 
 async def test_of_each_line_the_first_is_claimed_whoever_claims_and_the_next_when_it_has_ended(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         waiting = {key: await line(here, key, 4) for key in ("a", "b", "c")}
         claiming = [await here.instance(f"i-{number}") for number in range(4)]
         while any(waiting.values()):
@@ -52,13 +52,13 @@ async def test_of_each_line_the_first_is_claimed_whoever_claims_and_the_next_whe
 
 
 async def test_two_actions_with_the_same_key_have_nothing_to_do_with_each_other(address: str) -> None:
-    async with table(address, declare("tick"), declare("tock")) as here:
+    async with engine_harness(address, declare("tick"), declare("tock")) as here:
         first, _, other = await here.trigger(*[Order(name, ordering_key="a") for name in ("tick", "tick", "tock")])
         assert ids(await (await here.instance("one")).claim()) == [first, other]
 
 
 async def test_a_greater_priority_overtakes_nobody_in_its_line(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         first, _ = await here.trigger(
             Order("tick", ordering_key="a", priority=-5), Order("tick", ordering_key="a", priority=9)
         )
@@ -74,7 +74,7 @@ async def test_a_greater_priority_overtakes_nobody_in_its_line(address: str) -> 
     ids=["for-later", "waits-for-its-retry"],
 )
 async def test_a_head_that_waits_for_its_time_holds_its_line_and_the_time_is_known(address: str, held: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         first, *_ = await line(here, "a", 3)
         (other,) = await line(here, "b", 1)
         await here.sql(held, first)
@@ -88,7 +88,7 @@ async def test_a_head_that_waits_for_its_time_holds_its_line_and_the_time_is_kno
 
 
 async def test_a_run_of_an_instance_that_died_holds_its_line_and_goes_first(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         first, second = await line(here, "a", 2)
         one, two = await here.instance("one"), await here.instance("two")
         assert ids(await one.claim()) == [first]
@@ -102,7 +102,7 @@ async def test_a_run_of_an_instance_that_died_holds_its_line_and_goes_first(addr
 
 
 async def test_whoever_was_declared_gone_claims_no_head(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await line(here, "a", 1)
         one = await here.instance("one")
         await here.sql("UPDATE instances SET state = 'gone' RETURNING 1")
@@ -110,7 +110,7 @@ async def test_whoever_was_declared_gone_claims_no_head(address: str) -> None:
 
 
 async def test_a_locked_head_is_left_alone_with_its_line(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         first, _ = await line(here, "a", 2)
         one = await here.instance("one")
         with psycopg.connect(address) as holder:
@@ -137,7 +137,7 @@ def insert(session: psycopg.Connection[TupleRow], here: EngineHarness) -> int:
 async def test_one_that_becomes_visible_late_waits_for_the_later_one_that_runs_and_goes_before_the_rest(
     address: str,
 ) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one, two = await here.instance("one"), await here.instance("two")
         with psycopg.connect(address) as slow:
             early = insert(slow, here)
@@ -153,7 +153,7 @@ async def test_one_that_becomes_visible_late_waits_for_the_later_one_that_runs_a
 
 async def test_two_claims_that_saw_different_heads_do_not_both_take_one(address: str) -> None:
     """Interleaved by hand: the first has taken its head and not committed when the second sees an earlier one."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one, two = await here.instance("one"), await here.instance("two")
         slow = psycopg.connect(address)
         early = insert(slow, here)
@@ -176,13 +176,13 @@ async def test_two_claims_that_saw_different_heads_do_not_both_take_one(address:
 
 async def claim_on(one: Claiming, connection: Any) -> list[Claimed]:
     now = asyncio.get_running_loop().time()
-    one.claimant.backlog.tell(one.table.catalogue.id_of("tick"), LINES, datetime(2020, 1, 1, tzinfo=UTC), now)
+    one.claimant.backlog.tell(one.harness.catalogue.id_of("tick"), LINES, datetime(2020, 1, 1, tzinfo=UTC), now)
     rows = await one.claimant.claim(connection, one.identity, one.claimant.backlog.due(now), 10, now)
     return [Claimed(row[0], row[2], row[6]) for row in rows]
 
 
 async def test_the_index_refuses_a_second_one_that_runs(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await line(here, "a", 2)
         with pytest.raises(psycopg.errors.UniqueViolation):
             await here.sql("UPDATE runs SET state = 'running'")
@@ -192,7 +192,7 @@ async def test_the_index_refuses_a_second_one_that_runs(address: str) -> None:
 
 
 async def test_lines_take_turns(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         for key in ("a", "b", "c"):
             await line(here, key, 3)
         one, turns = await here.instance("one"), []
@@ -209,7 +209,7 @@ async def test_more_lines_than_one_claim_looks_at_are_all_come_to(
 ) -> None:
     monkeypatch.setattr(ordered, "LOOKS", 3)
     monkeypatch.setattr(ordered, "REST", 0.0)
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         for number in range(10):
             await line(here, f"line-{number}", 1)
         await here.sql("UPDATE runs SET run_at = now() + interval '1 h' WHERE ordering_key <> 'line-7' RETURNING 1")
@@ -229,7 +229,7 @@ async def test_after_many_lines_a_look_rests_and_lines_that_are_asked_for_do_not
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ordered, "REST", 3600.0)
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         (first,) = await line(here, "a", 1)
         await line(here, "b", 2)
         one, loop = await here.instance("one"), asyncio.get_running_loop()
@@ -249,7 +249,7 @@ async def test_after_many_lines_a_look_rests_and_lines_that_are_asked_for_do_not
 async def test_a_look_that_has_not_come_round_rests_too(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered, "LOOKS", 1)
     monkeypatch.setattr(ordered, "REST", 3600.0)
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         later = datetime.now(UTC) + timedelta(days=1)
         for key in ("a", "b"):
             await line(here, key, 1, run_at=later)
@@ -271,14 +271,14 @@ async def key_of(here: EngineHarness, run_id: int) -> str:
 async def told(one: Claiming, name: str = "tick") -> None:
     """Tell of a run in some line, as a notification does."""
     now = asyncio.get_running_loop().time()
-    ((server_now,),) = await one.table.sql("SELECT clock_timestamp()")
+    ((server_now,),) = await one.harness.sql("SELECT clock_timestamp()")
     one.claimant.clock.learn(server_now, now)
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
-    one.claimant.backlog.tell(one.table.catalogue.id_of(name), LINES, long_ago, now)
+    one.claimant.backlog.tell(one.harness.catalogue.id_of(name), LINES, long_ago, now)
 
 
 async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_look_at_the_others(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         for key in ("a", "b", "c"):
             await line(here, key, 2)
         one = await here.instance("one")
@@ -296,7 +296,7 @@ async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_loo
 
 
 async def test_lines_that_there_was_no_room_for_are_asked_for_again(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         for key in ("a", "b", "c"):
             await line(here, key, 2)
         one = await here.instance("one")
@@ -311,7 +311,7 @@ async def test_lines_that_there_was_no_room_for_are_asked_for_again(address: str
 
 
 async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         for key in ("a", "b", "x", "y"):
             await line(here, key, 2)
         one = await here.instance("one")
@@ -331,7 +331,7 @@ async def test_what_is_told_while_lines_are_looked_at_is_found_also_behind_what_
 ) -> None:
     monkeypatch.setattr(ordered, "LOOKS", 2)
     monkeypatch.setattr(ordered, "REST", 0.0)
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         later = datetime.now(UTC) + timedelta(hours=1)
         for key in ("b", "c", "d", "e"):
             await line(here, key, 1, run_at=later)
@@ -353,7 +353,7 @@ async def test_what_is_told_while_lines_are_looked_at_is_found_also_behind_what_
 
 
 async def test_lines_and_other_runs_of_one_priority_claim_in_turn(address: str) -> None:
-    async with table(address, declare("tick"), declare("flood")) as here:
+    async with engine_harness(address, declare("tick"), declare("flood")) as here:
         await here.trigger(*[Order("flood")] * 100)
         for number in range(100):
             await line(here, f"line-{number}", 1)
@@ -371,7 +371,7 @@ async def test_lines_and_other_runs_of_one_priority_claim_in_turn(address: str) 
 
 @pytest.mark.parametrize(("lined", "plain"), [(5, 0), (0, 5)])
 async def test_lines_are_claimed_at_the_priority_of_their_action(address: str, lined: int, plain: int) -> None:
-    async with table(address, declare("tick", priority=lined), declare("flood", priority=plain)) as here:
+    async with engine_harness(address, declare("tick", priority=lined), declare("flood", priority=plain)) as here:
         await here.trigger(*[Order("flood")] * 30)
         for number in range(30):
             await line(here, f"line-{number}", 1)
@@ -389,7 +389,7 @@ async def test_lines_are_claimed_at_the_priority_of_their_action(address: str, l
 @pytest.mark.parametrize("limit", [{"concurrency": 2}, {"concurrency": 1}, {"overlap": "queue"}])
 async def test_concurrency_holds_for_lines_and_the_rest_together(address: str, limit: dict[str, Any]) -> None:
     most = limit.get("concurrency", 1)
-    async with table(address, declare(**limit)) as here:
+    async with engine_harness(address, declare(**limit)) as here:
         wanted = [*await here.trigger(*[Order("tick", ordering_key=f"k{n % 5}") for n in range(20)])]
         wanted += await here.trigger(*[Order("tick")] * 10)
         claiming = [await here.instance(f"i-{number}") for number in range(4)]
@@ -408,7 +408,7 @@ async def test_concurrency_holds_for_lines_and_the_rest_together(address: str, l
 
 
 async def test_a_rate_holds_for_lines(address: str) -> None:
-    async with table(address, declare(rate="20/s")) as here:
+    async with engine_harness(address, declare(rate="20/s")) as here:
         await here.trigger(*[Order("tick", ordering_key=f"k{number}") for number in range(200)])
         claiming = [await here.instance(f"i-{number}") for number in range(4)]
         loop = asyncio.get_running_loop()
@@ -423,7 +423,7 @@ async def test_a_rate_holds_for_lines(address: str) -> None:
 async def test_a_refused_head_takes_nothing_back_that_was_claimed_under_the_same_limit(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with table(address, declare("tick", concurrency=9), declare("tock", concurrency=9)) as here:
+    async with engine_harness(address, declare("tick", concurrency=9), declare("tock", concurrency=9)) as here:
         await here.trigger(Order("tick", ordering_key="a"), Order("tock", ordering_key="a"))
         one = await here.instance("one")
         real = ordered.claim
@@ -445,7 +445,7 @@ async def test_a_refused_head_takes_nothing_back_that_was_claimed_under_the_same
 async def test_what_was_taken_of_one_action_is_kept_if_the_claim_of_another_fails(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with table(address, declare("tick"), declare("tock")) as here:
+    async with engine_harness(address, declare("tick"), declare("tock")) as here:
         await here.trigger(Order("tick", ordering_key="a"), Order("tock", ordering_key="a"))
         one = await here.instance("one")
         real = ordered.claim
@@ -464,7 +464,7 @@ async def test_what_was_taken_of_one_action_is_kept_if_the_claim_of_another_fail
 
 
 async def test_a_paused_action_has_none_of_its_lines_claimed(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await line(here, "a", 2)
         one = await here.instance("one")
         await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
@@ -476,7 +476,7 @@ async def test_a_paused_action_has_none_of_its_lines_claimed(address: str) -> No
 
 @pytest.mark.parametrize("limit", ["concurrency = 1", "rate_interval = 3600, rate_burst = 1"])
 async def test_a_limit_that_another_release_has_brought_is_kept_for_lines_too(address: str, limit: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await line(here, "a", 1)
         await line(here, "b", 1)
         one = await here.instance("one")
@@ -492,7 +492,7 @@ async def test_a_limit_that_another_release_has_brought_is_kept_for_lines_too(ad
 
 async def test_a_long_line_costs_nobody_anything(address: str) -> None:
     """By the blocks that a claim touches: of other runs, of other lines, and of the long line itself."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(*[Order("tick")] * 10)
         await line(here, "b", 10)
         before = [await blocks(here, claim.CLAIM), await blocks(here, ordered.CLAIM)]
@@ -526,7 +526,7 @@ async def blocks(here: EngineHarness, statement: Statement) -> int:
 
 async def test_a_claim_of_heads_goes_by_the_lines_even_if_it_was_planned_on_an_empty_table(address: str) -> None:
     """The statement is planned once, when the table may be empty, and any way through it looks as good as another."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         one, lane = await here.instance("one"), here.database.dedicated()
         with psycopg.connect(address, autocommit=True) as other:
             other.execute("VACUUM ANALYZE flotilla.runs")
@@ -553,7 +553,7 @@ def scans(plan: dict[str, Any], relation: str) -> list[dict[str, Any]]:
 
 
 async def test_ids_go_by_the_place_in_a_batch_whatever_keys_there_are(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         keys = ["z", None, "b", "a", None, "y", "c", None]
         made = await here.trigger(*[Order("tick", key=key, ordering_key="l") for key in keys])
         assert made == sorted(made)
@@ -565,7 +565,7 @@ async def test_ids_go_by_the_place_in_a_batch_whatever_keys_there_are(address: s
 
 
 async def test_a_run_that_is_tried_again_goes_to_the_front_and_never_beside_one_that_runs(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         failed, running, waiting = await line(here, "a", 3)
         one = await here.instance("one")
         assert ids(await one.claim()) == [failed]
@@ -589,7 +589,7 @@ async def end(here: EngineHarness, run_id: int, token: int, state: str | None) -
 
 
 async def test_what_is_no_key_is_refused_before_anything_is_written(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         wrong: list[Any] = ["", "x" * 201, "a\nb", "a\x00b", 7]
         for ordering_key in wrong:
             with pytest.raises(EngineError, match="ordering_key has from 1 to 200 printable letters"):

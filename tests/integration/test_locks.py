@@ -21,7 +21,7 @@ from app.fleet.db.direct import PATIENCE, open_session
 from app.fleet.db.namespace import Statement
 from app.fleet.errors import LockInvalid
 from tests.support.postgres import Postgres
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
     """One instance, whose locks are meant in the test."""
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         own.engine.enter()
         yield own
 
@@ -37,7 +37,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 @pytest.fixture
 async def there(address: str, here: LocalInstance) -> AsyncIterator[LocalInstance]:
     """Another one."""
-    async with desk(address) as other:
+    async with local_instance(address) as other:
         # The one that started last is meant otherwise.
         here.engine.enter()
         yield other
@@ -115,7 +115,7 @@ async def test_a_lock_is_held_by_one_and_each_holder_has_a_higher_token(address:
             inside -= 1
 
     async with AsyncExitStack() as stack:
-        fleet = [await stack.enter_async_context(desk(address)) for _ in range(3)]
+        fleet = [await stack.enter_async_context(local_instance(address)) for _ in range(3)]
         await asyncio.gather(*(at(fleet[number % 3], once) for number in range(30)))
     assert most == 1
     assert tokens == list(range(1, 31))
@@ -382,7 +382,7 @@ async def test_a_link_that_is_up_again_soon_enough_costs_no_lock(
 
 
 async def test_a_body_does_not_go_on_while_the_database_is_away(own_postgres: Postgres) -> None:
-    async with desk(own_postgres.new_database()) as own:
+    async with local_instance(own_postgres.new_database()) as own:
         own.engine.enter()
         with pytest.raises(LockLost, match="the link to PostgreSQL broke"):
             async with lock("x"):

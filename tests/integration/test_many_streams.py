@@ -17,7 +17,7 @@ from app.fleet.stream.channel import Turns
 from app.fleet.stream.hub import Joint
 from tests.integration.test_feed import collect as collect_feed
 from tests.integration.test_run_streams import collect
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.streams import messages
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ MANY = 1500
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         yield own
 
 
@@ -71,7 +71,7 @@ def most_borrowed(here: LocalInstance) -> Iterator[list[int]]:
 
 
 async def test_very_many_clients_open_the_feed_at_once_and_neither_they_nor_writers_are_refused(address: str) -> None:
-    async with desk(address, stream_age=1.0) as here:
+    async with local_instance(address, stream_age=1.0) as here:
         client, hub = here.running.client, here.running.context.stream.hub
         before = (await here.run("echo")).id
         with most_borrowed(here) as most, counted(hub._beginning_feed, "_read") as reads:
@@ -168,7 +168,7 @@ async def test_a_read_that_fails_is_the_answer_to_all_who_share_it_and_the_next_
 async def test_the_same_number_given_twice_is_tried_again_and_not_answered_with_an_error(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(address, stream_age=0.2) as here:
+    async with local_instance(address, stream_age=0.2) as here:
         genuine, failed = feed.Numbers.give, list[bool]()
 
         async def give(*given: Any) -> feed.Given:

@@ -15,9 +15,9 @@ from app.fleet.engine.dispatch.claim import MANY
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.maintenance import pruner, reconciler, rescuer
 from app.fleet.runs import events as stream
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.engine_harness import NAMESPACE, declare, engine_harness
+from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.service import service
-from tests.support.table import NAMESPACE, declare, table
 from tests.support.trial_actions import EFFECTS
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         yield own
 
 
@@ -67,7 +67,7 @@ async def looked(here: LocalInstance, times: int) -> bool:
 
 async def test_a_sweep_takes_back_all_runs_of_an_instance_that_is_gone_however_many(address: str) -> None:
     """The leader that declared it gone may have ended before it came to them."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         gone = (await here.instance("gone")).identity.id
         await here.sql("UPDATE instances SET state = 'gone'")
         await here.sql(
@@ -174,7 +174,7 @@ async def test_events_whose_answer_was_lost_are_there_once(
 async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: LocalInstance, address: str) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     attempt = await here.attempt(run_id)
-    async with desk(address, actions=("tests.support.trial_schedules",)) as other:
+    async with local_instance(address, actions=("tests.support.trial_schedules",)) as other:
         # The new owner lives, so nobody takes the run back.
         owner = other.running.context.member.identity
         assert owner is not None
@@ -209,7 +209,7 @@ async def test_a_limit_that_is_only_in_the_table_is_learnt(here: LocalInstance) 
 
 
 async def test_with_few_connections_everything_goes_on(address: str) -> None:
-    async with desk(address, pool_min=1, pool_max=1) as here:
+    async with local_instance(address, pool_min=1, pool_max=1) as here:
         for run_id in await here.trigger_all([Order("echo")] * 50):
             await here.ended(run_id)
         assert (await here.running.client.get("/actions")).status_code == 200
@@ -270,7 +270,7 @@ async def test_a_commit_waits_for_what_the_run_said_before(
 
 
 async def test_what_hangs_beyond_its_deadline_is_taken_back_or_failed(address: str) -> None:
-    async with table(address, declare(retries=1)) as here:
+    async with engine_harness(address, declare(retries=1)) as here:
         await here.trigger(Order("tick"), Order("tick"))
         one = await here.instance("one")
         (first, second) = await one.claim()
@@ -286,7 +286,7 @@ async def test_what_hangs_beyond_its_deadline_is_taken_back_or_failed(address: s
 
 async def test_a_run_that_is_to_be_cancelled_is_not_given_back(address: str) -> None:
     """Neither by the sweep nor by a death, and whatever it has of retries: also while its action is paused."""
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         hung, orphaned = await here.trigger(Order("tick"), Order("tick"))
         one = await here.instance("one")
         assert len(await one.claim()) == 2
@@ -302,7 +302,7 @@ async def test_a_run_that_is_to_be_cancelled_is_not_given_back(address: str) -> 
 
 
 async def test_a_run_within_its_deadline_is_left_alone(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         await (await here.instance("one")).claim()
         async with here.database.autocommit() as connection:
@@ -311,7 +311,7 @@ async def test_a_run_within_its_deadline_is_left_alone(address: str) -> None:
 
 
 async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
         one = await here.instance("one")
         await one.claim()
@@ -329,7 +329,7 @@ async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(addr
 
 
 async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
         for number in range(rescuer.DEATHS):
             one = await here.instance(f"i-{number}")
@@ -491,7 +491,7 @@ async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
 
     monkeypatch.setattr(pruner.Pruner, "prune_feed", hang)
     monkeypatch.setattr(pruner.Pruner, "prune_keys", fail)
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         await soon(lambda: own.sql("SELECT 1 WHERE %s", begun.count("keys") > 1 and "feed" in begun))
         await own.run("noop")
         await own.sql("UPDATE finished_runs SET expires_at = now() - interval '1 h' RETURNING 1")
@@ -553,7 +553,11 @@ async def test_instances_with_the_same_actions_learn_which_part_of_many_places_i
 ) -> None:
     # At once: nobody waits for its next look.
     monkeypatch.setattr(reconciler, "EVERY", 3600)
-    async with desk(address) as one, desk(address) as two, service(address, actions=("benchmarks.actions",)) as other:
+    async with (
+        local_instance(address) as one,
+        local_instance(address) as two,
+        service(address, actions=("benchmarks.actions",)) as other,
+    ):
         readies = [each.engine.executor.claimant.backlog for each in (one, two)]
         await soon(lambda: one.sql("SELECT 1 WHERE %s", sorted(each.part for each in readies) == [(0, 2), (1, 2)]))
         assert other.context.engine.executor.claimant.backlog.part == (0, 1)
@@ -561,7 +565,7 @@ async def test_instances_with_the_same_actions_learn_which_part_of_many_places_i
 
 async def test_nobodys_part_of_many_places_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler, "EVERY", 3600)
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         ready = here.engine.executor.claimant.backlog
         await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.looks >= 2))
         # As if another instance had this action in its part, and were not there any more.

@@ -21,7 +21,7 @@ from app.fleet.engine.maintenance import pruner
 from app.fleet.engine.once import once as store
 from app.fleet.errors import EngineError
 from tests.support.postgres import Postgres
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.trial_actions import EFFECT, EFFECTS, effect
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("here")]
@@ -46,7 +46,7 @@ def anyio_backend() -> str:
 async def service(postgres: Postgres) -> AsyncIterator[LocalInstance]:
     """One instance for all of these; each test has a scope of its own."""
     address = postgres.new_database()
-    async with desk(address, actions=("tests.support.trial_actions", __name__)) as own:
+    async with local_instance(address, actions=("tests.support.trial_actions", __name__)) as own:
         await own.sql(EFFECTS)
         yield own
     postgres.drop(address)
@@ -276,7 +276,7 @@ async def test_after_that_it_is_fresh_again_whether_it_was_forgotten_or_not(here
 async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruner, "EVERY", 0.05)
     monkeypatch.setattr(pruner, "BATCH", 400)
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         async with once_many("forgotten", [f"k-{number}" for number in range(1000)]):
             pass
         await own.sql("UPDATE once_keys SET expires_at = now() - interval '2 min' WHERE key <> 'k-0'")

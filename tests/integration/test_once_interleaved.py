@@ -23,9 +23,9 @@ from app.fleet.engine.maintenance.pruner import LONG_AGO
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.engine.once import once
 from app.fleet.engine.once.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
+from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 from tests.support.postgres import Postgres
 from tests.support.runs import soon
-from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -40,7 +40,7 @@ def anyio_backend() -> str:
 async def prepared(postgres: Postgres) -> AsyncIterator[EngineHarness]:
     """One database for all of these."""
     address = postgres.new_database()
-    async with table(address, declare()) as own:
+    async with engine_harness(address, declare()) as own:
         yield own
     postgres.drop(address)
 

@@ -22,7 +22,7 @@ from app.fleet.db.statements import fetch
 from app.fleet.engine.maintenance.pruner import LONG_AGO
 from app.fleet.engine.once import once
 from app.fleet.engine.once.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
-from tests.support.table import NAMESPACE, EngineHarness, table
+from tests.support.engine_harness import NAMESPACE, EngineHarness, engine_harness
 
 KEYS = ("a", "b", "c")
 SOME_KEYS = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
@@ -163,7 +163,7 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
 
 def test_nothing_that_may_happen_makes_a_key_seen_that_was_not_done_or_fresh_for_two(address: str) -> None:
     with asyncio.Runner() as runner:
-        context = table(address)
+        context = engine_harness(address)
         here = runner.run(context.__aenter__())
         try:
             run_state_machine_as_test(

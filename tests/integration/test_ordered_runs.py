@@ -13,9 +13,9 @@ from app.fleet.engine.maintenance import reconciler
 from app.fleet.engine.maintenance.rescuer import sweep
 from app.fleet.errors import AlreadyActive, RunNotReady
 from app.fleet.runs import records
+from tests.support.engine_harness import NAMESPACE
 from tests.support.lines import NUMBERED, TOLD, lines_of
-from tests.support.runs import LocalInstance, desk, soon
-from tests.support.table import NAMESPACE
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ async def all_ended(here: LocalInstance) -> bool:
 async def here(address: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalInstance]:
     """A service in which nobody looks for what was not told."""
     monkeypatch.setattr(reconciler, "EVERY", 3600.0)
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         # One of its own accord, at the start.
         await soon(lambda: looked(own))
         await own.sql(NUMBERED)
@@ -137,7 +137,7 @@ async def test_a_deadline_that_another_instance_ends_lets_the_line_go_on(here: L
 
 async def test_what_nobody_told_of_is_found(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler, "EVERY", 0.1)
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         await here.sql(NUMBERED)
         head = await here.trigger("step", ordering_key="a", run_at=datetime.now(UTC) + timedelta(hours=1))
         next_ = await here.trigger("step", ordering_key="a")

@@ -16,8 +16,8 @@ from app.fleet.engine.enqueue.trigger import Order, Triggers
 from app.fleet.runs import overlap, records
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay
+from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 from tests.support.postgres import BOUND
-from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -33,7 +33,9 @@ RETURNING id
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[EngineHarness]:
-    async with table(address, declare("alone", every="1h", overlap="skip"), declare("other", every="1h")) as own:
+    async with engine_harness(
+        address, declare("alone", every="1h", overlap="skip"), declare("other", every="1h")
+    ) as own:
         yield own
 
 

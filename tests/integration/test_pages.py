@@ -13,14 +13,14 @@ from app.fleet.http.runs import PAGE_MOST
 from app.fleet.runs.pages import EXTRACT, NEWEST, WHOLE_MOST, page_sql
 from app.fleet.runs.records import ENDED, State
 from tests.integration.test_actions_http import RUN, get, post
-from tests.support.runs import LocalInstance, desk
+from tests.support.runs import LocalInstance, local_instance
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address, max_body=4_000_000) as own:
+    async with local_instance(address, max_body=4_000_000) as own:
         await post(own, "/actions/echo/pause", status=200)
         yield own
 

@@ -11,7 +11,7 @@ from app.fleet.errors import PayloadInvalid
 from app.fleet.http.problems import ERRORS_MOST, FIELD_MOST, ProblemDetails
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are, send
 from tests.integration.test_edge import is_problem
-from tests.support.runs import LocalInstance, desk
+from tests.support.runs import LocalInstance, local_instance
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ async def texts(_: Run[list[str]]) -> None: ...
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         yield own
 
 

@@ -29,7 +29,7 @@ from app.fleet.engine.execute.writer import CHECKPOINT, END_CANCELLED, FINISH, G
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import RunNotReady
 from app.fleet.runs import records
-from tests.support.table import NAMESPACE, Claiming, EngineHarness, declare, table
+from tests.support.engine_harness import NAMESPACE, Claiming, EngineHarness, declare, engine_harness
 
 FINISH_RETURNING = Statement(f"{FINISH}RETURNING id")
 
@@ -273,7 +273,7 @@ def written(claimed: list[tuple[int, int]]) -> dict[str, Any]:
 
 def test_nothing_that_may_happen_breaks_the_protocol(address: str) -> None:
     with asyncio.Runner() as runner:
-        context = table(address, declare(retries=1000))
+        context = engine_harness(address, declare(retries=1000))
         here = runner.run(context.__aenter__())
         try:
             run_state_machine_as_test(

@@ -14,9 +14,9 @@ from app.fleet.engine.dispatch.claim import Clock
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.maintenance import reconciler
 from app.fleet.engine.maintenance.reconciler import LOOK, TURN, Reconciler
+from tests.support.engine_harness import NAMESPACE, declare, engine_harness
 from tests.support.postgres import Postgres
-from tests.support.runs import LocalInstance, desk, soon
-from tests.support.table import NAMESPACE, declare, table
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         yield own
 
 
@@ -65,7 +65,7 @@ async def test_a_run_that_ended_while_the_database_was_away_is_not_taken_for_one
     own_postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = own_postgres.new_migrated_database()
-    async with desk(address) as owner, desk(address) as other:
+    async with local_instance(address) as owner, local_instance(address) as other:
         await owner.led()
         other.running.context.lifecycle.draining.set()
         attempt = await owner.attempt(await owner.trigger("nap", {"seconds": 0.5}))
@@ -105,7 +105,7 @@ async def test_a_lookout_that_fails_again_and_again_says_so(
 
 
 async def test_an_instance_reads_its_own_runs_and_not_those_of_others(address: str) -> None:
-    async with table(address, declare("one"), declare("two")) as here:
+    async with engine_harness(address, declare("one"), declare("two")) as here:
         instances = [await here.instance(f"i-{number}") for number in range(3)]
         for instance in instances:
             await here.trigger(*[Order("one")] * 40, *[Order("two")] * 10)

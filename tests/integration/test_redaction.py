@@ -5,19 +5,19 @@ import pytest
 
 from app.fleet.doctor import Finding, Level
 from app.fleet.telemetry.redaction import describe
-from tests.support.runs import desk
+from tests.support.runs import local_instance
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_the_error_of_a_run_has_no_secret_in_it(address: str) -> None:
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         run = await here.run("leak")
     assert run.error == "gave up: postgresql://u:***@h, password=*** it said"
 
 
 async def test_the_error_of_a_run_has_no_statement_and_no_row_in_it(address: str) -> None:
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         run = await here.run("write-twice")
     assert run.error == 'UniqueViolation: duplicate key value violates unique constraint "mails_address_key"'
 

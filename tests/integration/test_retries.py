@@ -5,7 +5,7 @@ import pytest
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.writer import GIVE_BACK
 from app.fleet.engine.maintenance import rescuer
-from tests.support.table import NAMESPACE, EngineHarness, declare, table
+from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ async def sweep(here: EngineHarness, _: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("by", [give_back, sweep], ids=["its-own-instance", "another-instance"])
 async def test_each_wait_is_twice_as_long_up_to_the_longest_and_none_is_like_another(address: str, by: object) -> None:
-    async with table(address, declare(retry_delay="1s", max_retry_delay="10s")) as here:
+    async with engine_harness(address, declare(retry_delay="1s", max_retry_delay="10s")) as here:
         await here.trigger(*[Order("tick")] * 120)
         await (await here.instance("one")).claim(200)
         rows = await here.sql(FAILED)
@@ -54,10 +54,10 @@ async def test_each_wait_is_twice_as_long_up_to_the_longest_and_none_is_like_ano
 
 
 async def test_a_wait_that_is_declared_anew_holds_from_the_next_failure_on(address: str) -> None:
-    async with table(address, declare(retry_delay="1s")) as here:
+    async with engine_harness(address, declare(retry_delay="1s")) as here:
         await here.trigger(Order("tick"))
         await (await here.instance("one")).claim()
-        async with table(address, declare(retry_delay="5m", max_retry_delay="1h")):
+        async with engine_harness(address, declare(retry_delay="5m", max_retry_delay="1h")):
             await give_back(here, await here.sql("SELECT id, token FROM runs"))
         ((_, seconds),) = await here.sql(WAITED)
         assert 200 < seconds < 400

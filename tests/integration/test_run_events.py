@@ -6,7 +6,7 @@ import pytest
 
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.runs.events import Event, append
-from tests.support.table import NAMESPACE, EngineHarness, declare, table
+from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ async def say_at_last(here: EngineHarness, *events: Event) -> None:
 
 
 async def test_batches_that_overlap_draw_each_number_once_and_none_is_missing(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
         ((_, token, _),) = await (await here.instance("one")).claim()
         batches = [[Event(run_id, token, f"{number}-{nth}", None) for nth in range(5)] for number in range(20)]
@@ -38,7 +38,7 @@ async def test_batches_that_overlap_draw_each_number_once_and_none_is_missing(ad
 
 
 async def test_events_of_several_runs_go_in_one_batch(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         first, second = await here.trigger(Order("tick"), Order("tick"))
         tokens = {run_id: token for run_id, token, _ in await (await here.instance("one")).claim()}
         events = [
@@ -52,7 +52,7 @@ async def test_events_of_several_runs_go_in_one_batch(address: str) -> None:
 
 
 async def test_an_old_token_draws_no_number_and_is_told(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         stale, fresh = await here.trigger(Order("tick"), Order("tick"))
         tokens = {run_id: token for run_id, token, _ in await (await here.instance("one")).claim()}
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s RETURNING 1", stale)
@@ -63,7 +63,7 @@ async def test_an_old_token_draws_no_number_and_is_told(address: str) -> None:
 
 
 async def test_the_last_progress_of_a_batch_is_the_runs(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
         ((_, token, _),) = await (await here.instance("one")).claim()
         events = [Event(run_id, token, kind, data) for kind, data in (("progress", "1"), ("progress", "2"), ("x", "3"))]

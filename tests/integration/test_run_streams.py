@@ -22,16 +22,16 @@ from app.fleet.runs.events import HEAVY, Event, EventPage, StoredEvent, append, 
 from app.fleet.stream.channel import KEPT_WEIGHT
 from app.fleet.stream.relay import SPACING
 from tests.integration.test_edge import is_problem
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
+from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.streams import messages
-from tests.support.table import NAMESPACE, EngineHarness, declare, table
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         yield own
 
 
@@ -100,7 +100,7 @@ async def test_what_it_says_stands_between_its_states(here: LocalInstance) -> No
 
 
 async def test_a_death_is_told_and_the_dead_add_nothing(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
         one, two = await here.instance("one"), await here.instance("two")
         ((_, token, _),) = await one.claim()
@@ -261,7 +261,7 @@ async def test_who_cannot_send_the_header_names_the_last_event_in_the_address(he
 
 
 async def test_a_stream_that_is_old_ends_with_when_to_come_back(address: str) -> None:
-    async with desk(address, stream_age=0.2) as here:
+    async with local_instance(address, stream_age=0.2) as here:
         run_id = await here.trigger("nap", {"seconds": 30})
         answer = await here.running.client.get(f"/runs/{run_id}/events")
         told = list(messages(answer.text.splitlines()))
@@ -306,7 +306,7 @@ async def test_without_any_poll_everything_comes_with_the_notifications(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.hub.POLL", 1e6)
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         run_id = await here.trigger("fail")
         assert states(await collect(here, run_id))[-1] == ("failed", 3)
         run_id = await here.trigger("chatter", {"count": 20, "pause": 0.05})
@@ -324,7 +324,7 @@ async def test_without_any_notification_everything_comes_with_the_poll(
 
 async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.fleet.stream.hub.POLL", 1e6)
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         monkeypatch.setattr(here.running.context.stream.relay, "tell", lambda *_: None)
         monkeypatch.setattr(here.running.context.stream.hub, "look_at_actions", lambda _: None)
         run_id = await here.trigger("nap", {"seconds": 600})
@@ -375,7 +375,7 @@ async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
 
 
 async def test_no_more_streams_than_there_are_places(address: str) -> None:
-    async with desk(address, streams=3) as here:
+    async with local_instance(address, streams=3) as here:
         run_id = await here.trigger("nap", {"seconds": 600})
         url = f"/runs/{run_id}/events"
         streams = [asyncio.create_task(here.running.client.get(url)) for _ in range(3)]
@@ -391,7 +391,7 @@ async def test_no_more_streams_than_there_are_places(address: str) -> None:
 
 async def test_a_key_has_no_more_streams_than_its_share(address: str) -> None:
     (one, first_line), (other, second_line) = make_key("one", "read"), make_key("other", "read")
-    async with desk(address, streams_per_key=2, api_keys=f"{first_line},{second_line}") as here:
+    async with local_instance(address, streams_per_key=2, api_keys=f"{first_line},{second_line}") as here:
         run_id = await here.trigger("nap", {"seconds": 600})
         client, url, context = here.running.client, f"/runs/{run_id}/events", here.running.context
         streams = [asyncio.create_task(client.get(url, headers={"x-api-key": one})) for _ in range(2)]
@@ -429,7 +429,7 @@ async def test_events_of_runs_from_before_states_were_events_keep_their_order(
     with psycopg.connect(address, autocommit=True) as session:
         session.execute(BEFORE)
     await asyncio.to_thread(command.upgrade, migrations.configuration(), "heads")
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         assert told_of(await told(here, 1)) == [(1, "pending")]
         assert told_of(await told(here, 2)) == [(1, "pending"), (2, "running"), (3, "said"), (4, "said")]
         assert told_of(await told(here, 3)) == [(1, "pending"), (2, "running"), (3, "said"), (4, "succeeded")]

@@ -16,7 +16,7 @@ from app.fleet.runs import pages, records
 from app.fleet.runs.records import RunRecord
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are
 from tests.integration.test_edge import is_problem
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 FAR = datetime(2999, 1, 1, tzinfo=UTC)
@@ -24,7 +24,7 @@ FAR = datetime(2999, 1, 1, tzinfo=UTC)
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    async with desk(address) as own:
+    async with local_instance(address) as own:
         yield own
 
 
@@ -62,7 +62,7 @@ async def test_a_thousand_at_once_are_all_there_and_one_more_are_refused_whole(h
 
 
 async def test_a_batch_over_the_body_limit_is_refused_whole(address: str) -> None:
-    async with desk(address, max_body=2048) as here:
+    async with local_instance(address, max_body=2048) as here:
         orders = [{"action": "echo", "payload": {"text": "x" * 100}}] * 20
         is_problem(await post(here, "/runs:batch", {"runs": orders}), "payload-too-large")
         assert await runs_there_are(here) == 0

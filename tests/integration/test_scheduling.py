@@ -12,8 +12,8 @@ from app.fleet.db.namespace import Lock
 from app.fleet.engine.actions.action import Action, Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.scheduler import LOCK_DUE, READ_UNLOCKED
-from tests.support.runs import desk, soon
-from tests.support.table import NAMESPACE, EngineHarness, declare, table
+from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
+from tests.support.runs import local_instance, soon
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
@@ -26,7 +26,7 @@ POSTGRES_VERSIONS = (18, 16)
 async def test_of_many_schedulers_one_makes_the_run(address: str, many: int) -> None:
     """A thousand rounds together with the processes in tests/instances; here each statement really overlaps."""
     rounds = 60
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         schedulers = [await here.scheduler() for _ in range(many)]
         slots = []
         for _ in range(rounds):
@@ -38,7 +38,7 @@ async def test_of_many_schedulers_one_makes_the_run(address: str, many: int) -> 
 
 async def test_the_lock_is_held_until_the_run_is_there(address: str) -> None:
     """Two sessions interleaved by hand: while the first is between its look and its commit, the second gets nothing."""
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         await here.due()
         asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
         with psycopg.connect(address) as first, psycopg.connect(address) as second:
@@ -61,7 +61,7 @@ async def test_a_lock_freed_before_the_work_is_claimed_would_make_two_runs(addre
         INSERT INTO flotilla.runs (action_id, priority, run_at, max_attempts, trigger)
         SELECT id, 0, now(), 1, 'schedule' FROM flotilla.actions
     """
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         await here.due()
         with psycopg.connect(address) as first, psycopg.connect(address) as second:
             for session in (first, second):
@@ -77,7 +77,7 @@ async def test_a_lock_freed_before_the_work_is_claimed_would_make_two_runs(addre
 
 async def test_a_slot_that_has_a_run_makes_no_other(address: str) -> None:
     """The second belt: as if the table had forgotten that the slot was claimed."""
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         scheduler = await here.scheduler()
         slot = await here.due()
         await scheduler._schedule()
@@ -87,7 +87,7 @@ async def test_a_slot_that_has_a_run_makes_no_other(address: str) -> None:
 
 
 async def test_a_scheduler_that_dies_before_its_commit_has_done_nothing(address: str) -> None:
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         slot = await here.due()
         with psycopg.connect(address) as doomed:
             asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
@@ -100,7 +100,7 @@ async def test_a_scheduler_that_dies_before_its_commit_has_done_nothing(address:
 
 
 async def test_a_pause_between_the_two_looks_is_seen_by_the_second(address: str) -> None:
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         await here.due()
         asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
         with psycopg.connect(address) as session:
@@ -111,7 +111,7 @@ async def test_a_pause_between_the_two_looks_is_seen_by_the_second(address: str)
 
 async def test_a_schedule_that_changed_meanwhile_is_not_overwritten(address: str) -> None:
     """Between the second look and the move, somebody synchronised another schedule, or resumed the action."""
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         scheduler = await here.scheduler()
         slot = await here.due()
         elsewhen = slot + timedelta(days=1)
@@ -127,7 +127,7 @@ async def test_a_schedule_that_changed_meanwhile_is_not_overwritten(address: str
 
 @pytest.mark.parametrize(("misfire", "runs"), [("once", 1), ("all", 6), ("skip", 0)])
 async def test_after_an_outage_missed_slots_are_what_misfire_says(address: str, misfire: Any, runs: int) -> None:
-    async with table(address, declare(every="1m", misfire=misfire)) as here:
+    async with engine_harness(address, declare(every="1m", misfire=misfire)) as here:
         slot = await here.due(timedelta(minutes=5, seconds=30))
         await (await here.scheduler())._schedule()
         missed = [slot + timedelta(minutes=number) for number in range(6)]
@@ -136,14 +136,14 @@ async def test_after_an_outage_missed_slots_are_what_misfire_says(address: str, 
 
 
 async def test_a_slot_that_is_hardly_late_is_no_misfire(address: str) -> None:
-    async with table(address, declare(every="1m", misfire="skip")) as here:
+    async with engine_harness(address, declare(every="1m", misfire="skip")) as here:
         slot = await here.due(timedelta(seconds=5))
         await (await here.scheduler())._schedule()
         assert await here.slots() == [slot]
 
 
 async def test_a_very_long_outage_is_made_up_in_more_than_one_claim(address: str) -> None:
-    async with table(address, declare(every="1s", misfire="all")) as here:
+    async with engine_harness(address, declare(every="1s", misfire="all")) as here:
         await here.due(timedelta(seconds=400))
         scheduler = await here.scheduler()
         while await here.next_slot() < datetime.now(UTC):
@@ -154,7 +154,7 @@ async def test_a_very_long_outage_is_made_up_in_more_than_one_claim(address: str
 
 
 async def test_overlap_skip_makes_no_run_beside_an_active_one_and_moves_on(address: str) -> None:
-    async with table(address, declare(every="1m", overlap="skip")) as here:
+    async with engine_harness(address, declare(every="1m", overlap="skip")) as here:
         scheduler = await here.scheduler()
         first = await here.due()
         await scheduler._schedule()
@@ -165,7 +165,7 @@ async def test_overlap_skip_makes_no_run_beside_an_active_one_and_moves_on(addre
 
 
 async def test_a_paused_action_is_not_scheduled(address: str) -> None:
-    async with table(address, declare(every="1m")) as here:
+    async with engine_harness(address, declare(every="1m")) as here:
         await here.due()
         await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
         await (await here.scheduler())._schedule()
@@ -173,7 +173,7 @@ async def test_a_paused_action_is_not_scheduled(address: str) -> None:
 
 
 async def test_jitter_delays_the_run_and_not_the_slot(address: str) -> None:
-    async with table(address, declare(every="1m", jitter="30s")) as here:
+    async with engine_harness(address, declare(every="1m", jitter="30s")) as here:
         slot = await here.due()
         await (await here.scheduler())._schedule()
         ((scheduled_for, run_at),) = await here.sql("SELECT scheduled_for, run_at FROM runs")
@@ -182,7 +182,7 @@ async def test_jitter_delays_the_run_and_not_the_slot(address: str) -> None:
 
 
 async def test_an_action_this_code_does_not_have_is_left_alone(address: str) -> None:
-    async with table(address, declare(every="1h"), declare("other", every="1h")) as here:
+    async with engine_harness(address, declare(every="1h"), declare("other", every="1h")) as here:
         here.catalogue.number({"tick": here.catalogue.id_of("tick"), "other": here.catalogue.id_of("other")})
         older = Catalogue({"tick": here.catalogue["tick"]})
         older.number({"tick": here.catalogue.id_of("tick")})
@@ -202,7 +202,7 @@ async def declared(here: EngineHarness, *actions: Action[Any]) -> None:
 
 
 async def test_an_unchanged_schedule_keeps_its_slot(address: str) -> None:
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         slot = await here.due(timedelta(minutes=-10))
         for options in ({"every": "1h"}, {"every": "1h", "priority": 5}):
             await declared(here, declare(**options))
@@ -210,7 +210,7 @@ async def test_an_unchanged_schedule_keeps_its_slot(address: str) -> None:
 
 
 async def test_a_shorter_interval_is_counted_from_now_and_a_longer_one_keeps_the_earlier_slot(address: str) -> None:
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         slot = await here.due(timedelta(minutes=-10))
         await declared(here, declare(every="2h"))
         assert await here.next_slot() == slot
@@ -219,7 +219,7 @@ async def test_a_shorter_interval_is_counted_from_now_and_a_longer_one_keeps_the
 
 
 async def test_two_releases_that_take_turns_do_not_put_a_slot_off_for_ever(address: str) -> None:
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         slot = await here.next_slot()
         for _ in range(3):
             for interval in ("2h", "1h"):
@@ -228,7 +228,7 @@ async def test_two_releases_that_take_turns_do_not_put_a_slot_off_for_ever(addre
 
 
 async def test_a_cron_schedule_that_was_changed_has_no_slot_of_the_old_one(address: str) -> None:
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         await here.due(timedelta(minutes=-10))
         await declared(here, declare(cron="0 0 1 1 *"))
         slot = await here.next_slot()
@@ -237,7 +237,7 @@ async def test_a_cron_schedule_that_was_changed_has_no_slot_of_the_old_one(addre
 
 async def test_a_start_draws_ids_for_new_actions_alone(address: str) -> None:
     """They have 28 bits and are never reused."""
-    async with table(address, declare("a"), declare("b")) as here:
+    async with engine_harness(address, declare("a"), declare("b")) as here:
         for number in range(3):
             await declared(here, declare("a", priority=number), declare("b", every=f"{number + 1}h"), declare("c"))
         assert await here.sql("SELECT name, id FROM actions ORDER BY id") == [("a", 1), ("b", 2), ("c", 3)]
@@ -246,7 +246,7 @@ async def test_a_start_draws_ids_for_new_actions_alone(address: str) -> None:
 
 async def test_two_instances_that_start_at_once_with_a_new_action_add_it_once(address: str) -> None:
     """The second waits for the first, and what it declares stands, as the last to start."""
-    async with table(address, declare("a")) as here:
+    async with engine_harness(address, declare("a")) as here:
         async with here.database.connection() as first:
             await synchronise(first, NAMESPACE, Catalogue({"new": declare("new", priority=1)}))
             second = asyncio.create_task(declared(here, declare("a", priority=7), declare("new", priority=2)))
@@ -260,7 +260,7 @@ async def test_a_start_that_the_server_ends_for_a_deadlock_is_repeated(address: 
     with psycopg.connect(address, autocommit=True) as session:
         # The session that began to wait first is ended. Long enough for the other one to begin.
         session.execute(f"ALTER DATABASE {session.info.dbname} SET deadlock_timeout = '2s'")
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         await here.sql("UPDATE actions SET priority = 99 RETURNING 1")
         with psycopg.connect(address) as wrong:
             lock = "SELECT FROM flotilla.actions WHERE id = %s FOR UPDATE"
@@ -274,7 +274,7 @@ async def test_a_start_that_the_server_ends_for_a_deadlock_is_repeated(address: 
 
 
 async def test_a_pause_survives_a_restart(address: str) -> None:
-    async with table(address, declare(every="1h")) as here:
+    async with engine_harness(address, declare(every="1h")) as here:
         await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
         async with here.database.connection() as connection:
             await synchronise(connection, NAMESPACE, Catalogue({"tick": declare(every="2h", priority=3)}))

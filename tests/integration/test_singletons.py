@@ -13,7 +13,7 @@ from app.fleet.coordination.singletons import Singletons
 from app.fleet.engine.actions.action import Catalogue
 from app.fleet.errors import ActionInvalid
 from tests.support import trial_singletons
-from tests.support.runs import LocalInstance, desk, soon
+from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +42,7 @@ async def test_one_that_returns_or_raises_has_another_turn(address: str) -> None
         if len(tokens) == 2:
             raise ValueError("the second time it fails")
 
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         service = service_of(here, restless)
         await service.start()
 
@@ -67,7 +67,7 @@ async def test_one_that_ignores_its_end_holds_up_no_shutdown(address: str) -> No
             except asyncio.CancelledError:
                 continue
 
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         service = service_of(here, deaf)
         await service.start()
         await asyncio.wait_for(begun.wait(), 60)
@@ -88,7 +88,7 @@ async def test_one_that_returns_when_it_is_to_end_has_no_other_turn(address: str
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(3600)
 
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         service = service_of(here, polite)
         await service.start()
 
@@ -114,7 +114,7 @@ async def test_of_two_instances_one_runs_it_and_hands_it_over_when_it_drains(add
         finally:
             running.remove(turn.me.name)
 
-    async with desk(address) as first, desk(address) as second:
+    async with local_instance(address) as first, local_instance(address) as second:
         services = [service_of(each, one_of_two) for each in (first, second)]
         for service in services:
             await service.start()

@@ -7,8 +7,8 @@ import pytest
 
 from app.fleet import Fenced
 from app.fleet.engine.enqueue.trigger import Order
-from tests.support.runs import desk
-from tests.support.table import declare, table
+from tests.support.engine_harness import declare, engine_harness
+from tests.support.runs import local_instance
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,7 @@ def hold_all(address: str) -> None:
 
 
 async def test_a_state_that_is_added_lets_no_write_of_a_running_run_through(address: str) -> None:
-    async with desk(address) as here:
+    async with local_instance(address) as here:
         runs = [await here.attempt(await here.trigger("nap", {"seconds": 60})) for _ in range(6)]
         by_checkpoint, by_guard, by_commit, by_event, by_end, by_retry = runs
         with here.unwatched():
@@ -50,7 +50,7 @@ async def test_a_state_that_is_added_lets_no_write_of_a_running_run_through(addr
 
 
 async def test_a_state_that_is_added_is_claimed_by_nobody(address: str) -> None:
-    async with table(address, declare()) as here:
+    async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"), Order("tick", ordering_key="a"))
         await asyncio.to_thread(hold_all, address)
         assert await (await here.instance("one")).claim() == []

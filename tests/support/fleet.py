@@ -19,8 +19,8 @@ from typing import IO, Any, Literal, Self, TypeAlias
 
 import httpx
 
+from tests.support.fork_server import ForkServer, Launched, plain_environment
 from tests.support.postgres import BOUND, eventually, free_port
-from tests.support.slipway import ForkServer, Launched, plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 Mode = Literal["serve", "uvicorn", "workers"]
@@ -33,7 +33,7 @@ QUICK = {"FLOTILLA_DRAIN_DELAY": "0.3", "FLOTILLA_DRAIN_TIMEOUT": "5", "FLOTILLA
 
 Process: TypeAlias = "subprocess.Popen[bytes] | Launched"
 # Tests launch from it. Benchmarks, where an instance is to be just what a user starts, have none.
-slipway: ForkServer | None = None
+fork_server: ForkServer | None = None
 
 
 class InstanceProcess:
@@ -148,7 +148,7 @@ class InstanceProcess:
         return self.process.wait(within)
 
     def lines(self, event: str) -> list[dict[str, Any]]:
-        """The log lines with this event. Needs `FLOTILLA_LOG_FORMAT=json`, which is what ships have."""
+        """The log lines with this event. Needs `FLOTILLA_LOG_FORMAT=json`, which is what instances have."""
         found = []
         for line in self.text.splitlines():
             if line.startswith("{"):
@@ -181,35 +181,39 @@ class Fleet:
 
     def __init__(self, address: str, folder: Path, **env: str) -> None:
         self.address = address
-        self.ships: list[InstanceProcess] = []
+        self.instances: list[InstanceProcess] = []
         self._folder = folder
         self._env = env
 
     def launch(self, mode: Mode = "serve", *, port: int | None = None, workers: int = 2, **env: str) -> InstanceProcess:
         """Start one, without waiting."""
-        log = self._folder / f"{len(self.ships)}.log"
-        ship = InstanceProcess(mode, env.pop("DATABASE_URL", self.address), log, {**self._env, **env}, port, workers)
-        self.ships.append(ship)
-        return ship
+        log = self._folder / f"{len(self.instances)}.log"
+        instance = InstanceProcess(
+            mode, env.pop("DATABASE_URL", self.address), log, {**self._env, **env}, port, workers
+        )
+        self.instances.append(instance)
+        return instance
 
     def start(self, count: int = 1, mode: Mode = "serve", **env: str) -> list[InstanceProcess]:
         """Start several at once and wait until all are ready."""
-        ships = [self.launch(mode, port=None, workers=2, **env) for _ in range(count)]
-        return [ship.wait_ready() for ship in ships]
+        instances = [self.launch(mode, port=None, workers=2, **env) for _ in range(count)]
+        return [instance.wait_ready() for instance in instances]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for ship in self.ships:
-            ship.end()
+        for instance in self.instances:
+            instance.end()
 
 
 def start(command: Sequence[str], env: Mapping[str, str], log: IO[bytes], *, plain: bool) -> Process:
-    """Start a process: from the slipway, if there is one and it can."""
-    if slipway is not None and plain and command[:2] == [sys.executable, "-m"] and "--workers" not in command:
+    """Start a process, from the fork server if there is one and it can launch this command."""
+    if fork_server is not None and plain and command[:2] == [sys.executable, "-m"] and "--workers" not in command:
         with Path(os.devnull).open() as nothing:
-            return slipway.launch(command[2], command[3:], env, ROOT, (nothing.fileno(), log.fileno(), log.fileno()))
+            return fork_server.launch(
+                command[2], command[3:], env, ROOT, (nothing.fileno(), log.fileno(), log.fileno())
+            )
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -237,8 +241,8 @@ def run(*arguments: str, address: str | None = None, env: Mapping[str, str] | No
 def run_module(module: str, *arguments: str, env: Mapping[str, str], cwd: Path = ROOT) -> Any:
     """Run a module to its end, in this environment, and return what came of it."""
     full = {**env, "PYTHONPATH": str(ROOT)}
-    if slipway is not None:
-        return slipway.run(module, arguments, full, cwd, timeout=300)
+    if fork_server is not None:
+        return fork_server.run(module, arguments, full, cwd, timeout=300)
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=cwd,
@@ -254,27 +258,27 @@ def by_name(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in view["instances"]}
 
 
-def leader_of(ships: Sequence[InstanceProcess]) -> InstanceProcess:
+def leader_of(instances: Sequence[InstanceProcess]) -> InstanceProcess:
     """The one that leads, once somebody does."""
 
     def find() -> InstanceProcess | None:
-        name = ships[0].instances()["leader"]
-        return next((ship for ship in ships if ship.me()["name"] == name), None)
+        name = instances[0].instances()["leader"]
+        return next((instance for instance in instances if instance.me()["name"] == name), None)
 
     return eventually(find)
 
 
 @contextlib.contextmanager
-def blocked(ship: InstanceProcess, seconds: float) -> Iterator[threading.Thread]:
+def blocked(instance: InstanceProcess, seconds: float) -> Iterator[threading.Thread]:
     """Keep the event loop of an instance busy. It is so when the block begins; `seconds` is how long it is at most."""
 
     def ask() -> None:
         with contextlib.suppress(httpx.TransportError):
-            httpx.get(f"{ship.url}/trial/block?seconds={seconds}", timeout=seconds + 60, verify=NOBODY)
+            httpx.get(f"{instance.url}/trial/block?seconds={seconds}", timeout=seconds + 60, verify=NOBODY)
 
     request = threading.Thread(target=ask)
     request.start()
-    eventually(lambda: ship.lines("trial.blocks"))
+    eventually(lambda: instance.lines("trial.blocks"))
     yield request
     request.join()
 

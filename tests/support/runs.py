@@ -93,7 +93,7 @@ class LocalInstance:
 
 
 @asynccontextmanager
-async def desk(address: str, **settings: Any) -> AsyncIterator[LocalInstance]:
+async def local_instance(address: str, **settings: Any) -> AsyncIterator[LocalInstance]:
     given = {"actions": ("tests.support.trial_actions",), "log_level": "warning", **settings}
     async with service(address, **given) as running:
         yield LocalInstance(running)

@@ -1,18 +1,18 @@
-"""Launch many instances quickly: a process that has everything imported, and forks.
+"""Start many instances quickly: a fork server has imported all modules, and forks once per instance.
 
-Most of what an instance's start costs is reading Python modules, and the tests start some hundreds of instances. The
-slipway is one process for each test process: it has imported what an instance needs, nothing of which looks at the
-environment, opens a file or starts a thread, and forks for each that is wanted. What comes off it is a process like any
-other: its own session, its own environment, its own standard streams, ended by whatever ends a process.
+Most of the start time of an instance is importing Python modules, and the tests start several hundred instances. Each
+test process has one fork server. It imports the modules that an instance needs; none of them reads the environment,
+opens a file or starts a thread on import. A forked process is an ordinary process: it has its own session, environment
+and standard streams, and any signal that ends a process ends it.
 
-Asked over a socket, one connection for each process: the request is what to run, with three file descriptors; the
-answers are its id, and when it has ended, how. When the slipway ends, as it does when the tests do, whatever it has
-launched is killed.
+Protocol: one connection of a UNIX socket per process. The request says what to run and carries three file descriptors.
+The server answers with the process id, and later with the exit code. When the fork server ends, as it does at the end
+of the tests, the kernel kills every process that it has started.
 
-    slipway = Slipway()
-    process = slipway.launch("app", ["serve"], env, cwd, (stdin, stdout, stderr))      # as `python -m app serve`
+    fork_server = ForkServer()
+    process = fork_server.launch("app", ["serve"], env, cwd, (stdin, stdout, stderr))      # as `python -m app serve`
 
-Not for a process whose interpreter is to be started differently (`PYTHONPATH`, `LD_PRELOAD`): `can_launch` says so.
+Not for a process whose interpreter needs its own options (`PYTHONPATH`, `LD_PRELOAD`): `can_launch` returns False.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# What an instance imports, apart from what is its own: the application, its actions and its routes.
+# The modules that every instance imports. The application, its actions and its routes are imported after the fork.
 MODULES = (
     "alembic.command",
     "anyio._backends._asyncio",
@@ -58,14 +58,14 @@ MODULES = (
     "uvicorn.protocols.http.httptools_impl",
     "uvloop",
 )
-# `DESK_…` is of the example service.
-OF_THE_SERVICE = ("FLOTILLA_", "DATABASE_", "DESK_")
-LONGEST = 1 << 20
+# `DESK_…` are the settings of the example service.
+SETTING_PREFIXES = ("FLOTILLA_", "DATABASE_", "DESK_")
+MAX_REQUEST = 1 << 20
 DIE_WITH_PARENT = 1
 
 
 class Launched:
-    """A process that came off the slipway, with what `subprocess.Popen` has and the tests use."""
+    """A process of the fork server, with those attributes of `subprocess.Popen` that the tests use."""
 
     def __init__(self, connection: socket.socket, arguments: Sequence[str]) -> None:
         self.args = list(arguments)
@@ -85,7 +85,7 @@ class Launched:
 
     def wait_for(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._connection], [], [], timeout)[0]:
-            # The slipway itself is gone if there is no answer, and took this one with it.
+            # Without an answer the fork server itself has ended, and the kernel has killed this process with it.
             self.returncode = int(self._answers.readline() or -signal.SIGKILL)
             self._answers.close()
             self._connection.close()
@@ -93,26 +93,26 @@ class Launched:
 
 
 class ForkServer:
-    """The tests' side of it."""
+    """The client, used by the tests."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="flotilla-slipway-")
+        self._folder = tempfile.TemporaryDirectory(prefix="flotilla-fork-server-")
         self._address = str(Path(self._folder.name) / "socket")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.slipway", self._address],
+            [sys.executable, "-m", "tests.support.fork_server", self._address],
             env=plain_environment(os.environ) | {"PYTHONWARNINGS": "error"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Ctrl-C at a terminal is for the tests, which then end it.
+            # Ctrl-C in a terminal must reach the tests only, which then end the fork server.
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        assert self._process.stdout.readline(), "the slipway did not start"
+        assert self._process.stdout.readline(), "the fork server did not start"
 
     @staticmethod
     def can_launch(env: Mapping[str, str]) -> bool:
-        """Whether these settings, on top of the tests' environment, are the service's alone."""
-        return all(name.startswith(OF_THE_SERVICE) for name in env)
+        """Whether these variables, added to the tests' environment, are all settings of the service."""
+        return all(name.startswith(SETTING_PREFIXES) for name in env)
 
     def launch(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, streams: tuple[int, int, int]
@@ -128,7 +128,7 @@ class ForkServer:
     def run(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, timeout: float
     ) -> "subprocess.CompletedProcess[str]":
-        """Run one to its end, and return what it said."""
+        """Run a module to its end, and return its exit code and output."""
         with (
             Path(os.devnull).open() as nothing,
             tempfile.TemporaryFile("w+") as out,
@@ -140,8 +140,8 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 os.kill(process.pid, signal.SIGKILL)
                 raise
-            said = [stream.read() for stream in (out, err) if stream.seek(0) == 0]
-        return subprocess.CompletedProcess(process.args, code, *said)
+            output = [stream.read() for stream in (out, err) if stream.seek(0) == 0]
+        return subprocess.CompletedProcess(process.args, code, *output)
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
@@ -153,7 +153,7 @@ class ForkServer:
 
 @dataclass
 class Job:
-    """What a child has to do."""
+    """What a forked process runs."""
 
     module: str
     arguments: list[str]
@@ -162,11 +162,11 @@ class Job:
 
 
 def plain_environment(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if not name.startswith(OF_THE_SERVICE)}
+    return {name: value for name, value in env.items() if not name.startswith(SETTING_PREFIXES)}
 
 
 def serve(address: str) -> Job | None:
-    """Fork for whoever asks. Returns in each child, with its job; and at the end, without one, in the slipway."""
+    """Fork once per request. Return in each child with its job, and in the fork server, at its end, with None."""
     for module in MODULES:
         importlib.import_module(module)
     selector = selectors.DefaultSelector()
@@ -187,22 +187,21 @@ def serve(address: str) -> Job | None:
                 request, descriptors = receive(connection)
                 child = os.fork()
                 if child == 0:
-                    everything = [listener, connection, *(each.data[1] for each in watched(selector))]
-                    for each in everything:
-                        each.close()
+                    for inherited in (listener, connection, *(each.data[1] for each in watched(selector))):
+                        inherited.close()
                     for each in watched(selector):
                         os.close(each.fd)
                     selector.close()
                     return become(Job(**json.loads(request)), descriptors)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                notify_sql(connection, child)
+                send(connection, child)
                 selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, connection))
             else:
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
                 child, connection = key.data
-                notify_sql(connection, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                send(connection, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
                 connection.close()
 
 
@@ -211,19 +210,19 @@ def watched(selector: selectors.BaseSelector) -> list[selectors.SelectorKey]:
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    request, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 3)
-    while part := connection.recv(LONGEST):
+    request, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST, 3)
+    while part := connection.recv(MAX_REQUEST):
         request += part
     return request, descriptors
 
 
-def notify_sql(connection: socket.socket, number: int) -> None:
+def send(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(f"{number}\n".encode())
 
 
 def become(job: Job, descriptors: Sequence[int]) -> Job:
-    """Make this process one of its own."""
+    """Give this process its own session, streams, directory and environment."""
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     os.setsid()
     for standard, descriptor in enumerate(descriptors):

@@ -109,7 +109,7 @@ class EngineHarness:
 class Claiming:
     """One that claims, as an executor does."""
 
-    table: EngineHarness
+    harness: EngineHarness
     identity: Identity
     claimant: Claimant
 
@@ -118,18 +118,18 @@ class Claiming:
         now = asyncio.get_running_loop().time()
         ready = self.claimant.backlog
         if everywhere:
-            ((server_now,),) = await self.table.sql("SELECT clock_timestamp()")
+            ((server_now,),) = await self.harness.sql("SELECT clock_timestamp()")
             self.claimant.clock.learn(server_now, now)
             places = "SELECT action_id, priority, min(run_at) FROM runs WHERE state = 'pending' GROUP BY 1, 2"
-            for action_id, priority, run_at in await self.table.sql(places):
+            for action_id, priority, run_at in await self.harness.sql(places):
                 ready.tell(action_id, priority, run_at, now)
-        async with self.table.database.autocommit() as connection:
+        async with self.harness.database.autocommit() as connection:
             rows = await self.claimant.claim(connection, self.identity, ready.due(now), room, now)
         return [Claimed(row[0], row[2], row[6]) for row in rows]
 
 
 @asynccontextmanager
-async def table(address: str, *actions: Action[Any], pool_max: int = 14) -> AsyncIterator[EngineHarness]:
+async def engine_harness(address: str, *actions: Action[Any], pool_max: int = 14) -> AsyncIterator[EngineHarness]:
     settings = Settings.load(database_url=address, pool_max=pool_max)
     addresses = dsn.resolve(settings)
     await asyncio.to_thread(migrations.migrate, addresses.direct, NAMESPACE)
