@@ -1,50 +1,70 @@
-"""Durations as people write them: `30s`, `5m`, `1h30m`, `500ms`; or a number of seconds, or a timedelta."""
+"""Durations and rates in the form that people write them.
+
+A duration is a text such as `30s`, `5m`, `1h30m` or `500ms`, a number of seconds, or a timedelta. A rate is a text such
+as `10/s`, `100/m` or `5/10s`: so many in so long.
+"""
 
 import re
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-TEXT_MOST = 100
-# How long ago something can be asked for.
-LONGEST_AGO = 3650 * 86400.0
+MAX_TEXT_LENGTH = 100
+# The longest duration that a service may declare. PostgreSQL can add a longer one to a timestamp than Python can read.
+MAX_DURATION = 366 * 86400.0
+# How far a query can go back, as in `--since`.
+MAX_AGE = 3650 * 86400.0
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
+RATE = re.compile(r"(\d{1,9})/(\d{0,9})(ms|[smhd])")
 
 Duration = str | float | timedelta
-# The longest that a service may be given. PostgreSQL could add more to an instant than Python can read.
-LONGEST = 366 * 86400.0
 
 
-def seconds(duration: Duration) -> float:
-    """Read a duration: seconds, a timedelta, or a text such as `90s`, `1h30m`, `500ms`."""
+def parse_duration(duration: Duration) -> float:
+    """Return a duration in seconds."""
     if isinstance(duration, timedelta):
         return duration.total_seconds()
     if isinstance(duration, int | float) and not isinstance(duration, bool):
-        return of_number(duration)
+        try:
+            return float(duration)
+        except OverflowError:
+            raise ValueError("this number of seconds is not a duration: it is too large for a float") from None
     text = str(duration).replace(" ", "")
-    if len(text) > TEXT_MOST or not re.fullmatch(rf"(?:{PART.pattern})+", text):
-        given = repr(duration) if len(text) <= TEXT_MOST else f"a text of {len(text)} characters"
+    if len(text) > MAX_TEXT_LENGTH or not re.fullmatch(rf"(?:{PART.pattern})+", text):
+        given = repr(duration) if len(text) <= MAX_TEXT_LENGTH else f"a text of {len(text)} characters"
         raise ValueError(f"{given} is not a duration: write it like '30s', '5m', '1h30m' or '500ms'")
     return sum(float(amount) * UNITS[unit] for amount, unit in PART.findall(text))
 
 
-def of_number(number: float) -> float:
-    try:
-        return float(number)
-    except OverflowError:
-        raise ValueError("this number of seconds is not a duration: it is beyond what a number can be") from None
-
-
-def written(duration: float) -> str:
-    """Write a duration the way it can be read again."""
+def format_duration(seconds: float) -> str:
+    """Write a duration as a text that `parse_duration` reads."""
     for unit in ("d", "h", "m"):
-        if duration >= UNITS[unit] and duration % UNITS[unit] == 0:
-            return f"{duration / UNITS[unit]:.0f}{unit}"
-    return f"{duration:.12g}s" if duration >= 1 or duration == 0 else f"{duration * 1000:.12g}ms"
+        if seconds >= UNITS[unit] and seconds % UNITS[unit] == 0:
+            return f"{seconds / UNITS[unit]:.0f}{unit}"
+    return f"{seconds:.12g}s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.12g}ms"
 
 
-def wait(duration: Duration) -> float:
-    """Read how long to wait: from 0 seconds to `LONGEST`."""
-    value = seconds(duration)
-    if not 0 <= value <= LONGEST:
-        raise ValueError(f"a wait is from 0 s to {written(LONGEST)}, and not {value:g} s")
-    return value
+def parse_wait(duration: Duration) -> float:
+    """Return how long to wait, in seconds: from 0 to `MAX_DURATION`."""
+    seconds = parse_duration(duration)
+    if not 0 <= seconds <= MAX_DURATION:
+        raise ValueError(f"a wait must be from 0 s to {format_duration(MAX_DURATION)}, not {seconds:g} s")
+    return seconds
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One permit every `interval` seconds, in the whole cluster; for actions, up to `burst` at once after a pause."""
+
+    interval: float
+    burst: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `10/s`, `100/m` or `5/10s`."""
+        found = RATE.fullmatch(text.replace(" ", ""))
+        if found is None or int(found[1]) == 0 or int(found[2] or 1) == 0:
+            raise ValueError(f"{text!r} is not a rate: write it like '10/s', '100/m' or '5/10s'")
+        count = int(found[1])
+        return cls(interval=parse_duration(f"{found[2] or 1}{found[3]}") / count, burst=count)

@@ -56,7 +56,7 @@ command line ends with; an instance that refuses to start ends with 3 whatever t
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.fleet.duration import Duration, wait
+from app.fleet.duration import Duration, parse_wait
 
 
 class FleetError(Exception):
@@ -270,4 +270,4 @@ class TryAgain(FleetError):
     def __init__(self, text: str = "", *, after: Duration | None = None) -> None:
         super().__init__(text or "asked to be tried again")
         # In seconds. Whatever it is set to later, the executor checks it again before it uses it.
-        self.after = None if after is None else wait(after)
+        self.after = None if after is None else parse_wait(after)

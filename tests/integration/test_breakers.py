@@ -470,8 +470,8 @@ async def test_while_the_database_is_away_it_is_as_it_was_known_and_unknown_it_l
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"name": ""}, "the name of a breaker has from 1 to 200 printable letters"),
-        ({"name": "a\nb"}, "from 1 to 200 printable letters"),
+        ({"name": ""}, "the name of a breaker must have from 1 to 200 printable characters"),
+        ({"name": "a\nb"}, "from 1 to 200 printable characters"),
         ({"failures": 0}, "`failures` is 0, and must be a whole number from 1 to 1000"),
         ({"failures": 1001}, "`failures` is 1001"),
         ({"failures": True}, "`failures` is True"),

@@ -15,9 +15,9 @@ import pytest
 from app.fleet import FleetError, LimitReached, limit
 from app.fleet.cluster.link import clock
 from app.fleet.coordination.limits import ANSWER_MOST, LATE, Limit, Limits
-from app.fleet.coordination.validation import duration
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LimitInvalid
+from app.fleet.validation import check_duration
 from tests.support.engine_harness import EngineHarness, engine_harness
 from tests.support.limits import excess
 from tests.support.postgres import Postgres
@@ -333,10 +333,10 @@ async def test_while_the_database_is_away_nobody_passes_and_then_they_do(address
         ("tides", "10/s", 0, "`burst` is 0, and must be a whole number from 1"),
         ("tides", "10/s", 1.5, "`burst` is 1.5"),
         ("tides", "1/d", 1000, "more than a year's worth"),
-        ("", "10/s", 1, "from 1 to 200 printable letters"),
-        ("x" * 201, "10/s", 1, "from 1 to 200 printable letters"),
-        ("a\x00b", "10/s", 1, "from 1 to 200 printable letters"),
-        (7, "10/s", 1, "from 1 to 200 printable letters"),
+        ("", "10/s", 1, "from 1 to 200 printable characters"),
+        ("x" * 201, "10/s", 1, "from 1 to 200 printable characters"),
+        ("a\x00b", "10/s", 1, "from 1 to 200 printable characters"),
+        (7, "10/s", 1, "from 1 to 200 printable characters"),
     ],
 )
 def test_what_cannot_be_is_refused(name: str, rate: str, burst: int, said: str) -> None:
@@ -347,7 +347,7 @@ def test_what_cannot_be_is_refused(name: str, rate: str, burst: int, said: str) 
 @pytest.mark.parametrize("wait", [-1, "soon", float("nan"), float("inf")])
 def test_a_wait_that_cannot_be_is_refused(wait: float) -> None:
     with pytest.raises(LimitInvalid, match="`wait`"):
-        duration("wait", wait, LimitInvalid)
+        check_duration("wait", wait, LimitInvalid)
 
 
 async def test_outside_of_a_running_service_there_is_no_limit() -> None:

@@ -824,9 +824,9 @@ async def test_an_instance_without_locks_asks_nothing(here: LocalInstance) -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"name": ""}, "from 1 to 200 printable letters"),
-        ({"name": "x" * 201}, "from 1 to 200 printable letters"),
-        ({"name": "a\nb"}, "from 1 to 200 printable letters"),
+        ({"name": ""}, "from 1 to 200 printable characters"),
+        ({"name": "x" * 201}, "from 1 to 200 printable characters"),
+        ({"name": "a\nb"}, "from 1 to 200 printable characters"),
         ({"name": "singleton:x"}, "are kept for singletons"),
         ({"ttl": "1s"}, "must be from 3s to 1h"),
         ({"ttl": "2h"}, "must be from 3s to 1h"),

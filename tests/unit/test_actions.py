@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from app.fleet import FleetError, PayloadInvalid, Run, action, trigger
-from app.fleet.coordination.rate import Rate
+from app.fleet.duration import Rate
 from app.fleet.engine.actions.action import Action, Catalogue
 from app.fleet.errors import ActionInvalid, ActionUnknown, SettingsError
 

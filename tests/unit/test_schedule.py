@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fleet.duration import seconds, written
+from app.fleet.duration import format_duration, parse_duration
 from app.fleet.engine.actions.schedule import HARDLY_LATE, MADE_UP_MOST, Schedule
 
 BERLIN = "Europe/Berlin"
@@ -43,18 +43,18 @@ def slots(schedule: Schedule, since: datetime, count: int) -> list[str]:
     [("60s", 60), ("5m", 300), ("1h30m", 5400), ("500ms", 0.5), ("1.5h", 5400), ("1 d", 86400), ("2w", 1209600)],
 )
 def test_a_duration_is_read_as_people_write_it(text: str, worth: float) -> None:
-    assert seconds(text) == worth
+    assert parse_duration(text) == worth
 
 
 @pytest.mark.parametrize("text", ["", "5", "5 minutes", "-5s", "s", "1h-3m", "5S"])
 def test_anything_else_is_no_duration(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
-        seconds(text)
+        parse_duration(text)
 
 
 @given(st.integers(100, 400 * 86_400_000))
 def test_what_is_written_can_be_read_again(milliseconds: int) -> None:
-    assert seconds(written(milliseconds / 1000)) == pytest.approx(milliseconds / 1000, rel=1e-9)
+    assert parse_duration(format_duration(milliseconds / 1000)) == pytest.approx(milliseconds / 1000, rel=1e-9)
 
 
 @pytest.mark.parametrize(

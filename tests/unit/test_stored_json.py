@@ -10,7 +10,7 @@ import pytest
 
 from app.fleet import TryAgain
 from app.fleet.db.stored_json import DEEPEST, DIGITS_MOST, why_unreadable
-from app.fleet.duration import LONGEST
+from app.fleet.duration import MAX_DURATION
 
 
 def nested(depth: int, inner: Any = 1) -> Any:
@@ -50,16 +50,16 @@ def test_no_text_of_the_allowed_length_takes_long_to_look_through() -> None:
 
 
 @pytest.mark.parametrize(
-    "after", [-1, float("nan"), float("inf"), LONGEST + 1, 10**400, "soon", timedelta.max, [], True]
+    "after", [-1, float("nan"), float("inf"), MAX_DURATION + 1, 10**400, "soon", timedelta.max, [], True]
 )
 def test_a_wait_that_cannot_be_is_refused_where_it_is_written(after: Any) -> None:
-    with pytest.raises(ValueError, match=r"a wait is from 0 s to 366d|is not a duration|is no duration"):
+    with pytest.raises(ValueError, match=r"a wait must be from 0 s to 366d|is not a duration|is no duration"):
         TryAgain("later", after=after)
 
 
 @pytest.mark.parametrize(
     ("after", "seconds"),
-    [(None, None), (0, 0), (1.5, 1.5), ("1h30m", 5400), (timedelta(minutes=1), 60), (LONGEST, LONGEST)],
+    [(None, None), (0, 0), (1.5, 1.5), ("1h30m", 5400), (timedelta(minutes=1), 60), (MAX_DURATION, MAX_DURATION)],
 )
 def test_a_wait_is_given_as_every_duration(after: Any, seconds: float | None) -> None:
     assert TryAgain("later", after=after).after == seconds

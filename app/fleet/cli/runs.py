@@ -25,7 +25,7 @@ from app.fleet.cli.terminal import took as duration
 from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.duration import LONGEST_AGO, seconds, written
+from app.fleet.duration import MAX_AGE, format_duration, parse_duration
 from app.fleet.engine.actions import admin
 from app.fleet.runs import pages, records
 from app.fleet.runs.pages import ListedRun
@@ -152,11 +152,11 @@ def ago(option: str, given: str | None) -> timedelta | None:
     if given is None:
         return None
     try:
-        value = seconds(given)
+        value = parse_duration(given)
     except ValueError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
-    if value > LONGEST_AGO:
-        raise typer.BadParameter(f"{option}: at most {written(LONGEST_AGO)}")
+    if value > MAX_AGE:
+        raise typer.BadParameter(f"{option}: at most {format_duration(MAX_AGE)}")
     return timedelta(seconds=value)
 
 

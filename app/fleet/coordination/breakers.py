@@ -46,14 +46,14 @@ import psycopg
 from app.fleet.background import Service, cancel_and_wait
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
-from app.fleet.coordination.validation import check_count, check_name, duration
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import fetch
-from app.fleet.duration import Duration, written
+from app.fleet.duration import Duration, format_duration
 from app.fleet.errors import BreakerError, BreakerInvalid, BreakerOpen, DatabaseError, Fenced, LimitError
 from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.metrics import ByName
+from app.fleet.validation import check_count, check_duration, check_name
 
 FAILURES_MOST = 1000
 # What openings in a row double up to, unless `rest` is longer.
@@ -181,7 +181,7 @@ class Breaker:
         check_name("breaker", name, BreakerInvalid)
         check_count("failures", failures, FAILURES_MOST, BreakerInvalid)
         durations = {"within": within, "rest": rest, "probe_timeout": probe_timeout}
-        read = {option: duration(option, given, BreakerInvalid) for option, given in durations.items()}
+        read = {option: check_duration(option, given, BreakerInvalid) for option, given in durations.items()}
         for option, value in read.items():
             if value == 0:
                 raise BreakerInvalid(f"`{option}` is 0 s, and must be more")
@@ -436,7 +436,8 @@ class Breakers(Service):
 
 def refusal(breaker: Breaker, seconds: float) -> BreakerOpen:
     if seconds > 0:
-        text = f"{breaker.name!r} failed too often, and is left alone for another {written(float(f'{seconds:.2g}'))}"
+        rest = format_duration(float(f"{seconds:.2g}"))
+        text = f"{breaker.name!r} failed too often, and is left alone for another {rest}"
         return BreakerOpen(text, retry_after=seconds)
     return BreakerOpen(f"{breaker.name!r} failed too often, and somebody tries it just now", retry_after=BELIEVED)
 

@@ -16,10 +16,10 @@ from app.fleet.coordination.limits import Limit, Limits
 from app.fleet.coordination.locks.anomalies import of_locks
 from app.fleet.coordination.locks.lock import HeldLock, Locks, OnLoss, Wanted
 from app.fleet.coordination.singletons import Singletons
-from app.fleet.coordination.validation import duration
 from app.fleet.db.pool import Database
 from app.fleet.duration import Duration
 from app.fleet.errors import FleetError, LimitInvalid, LockInvalid
+from app.fleet.validation import check_duration
 
 
 class Coordination:
@@ -60,14 +60,14 @@ def lock(
 ) -> AbstractAsyncContextManager[HeldLock]:
     """Hold a lock, alone in the whole cluster. Without `wait` for as long as it takes; with 0, now or not at all."""
     wanted = Wanted.of(name, ttl, on_loss)
-    patience = None if wait is None else duration("wait", wait, LockInvalid)
+    patience = None if wait is None else check_duration("wait", wait, LockInvalid)
     return here().locks.hold(wanted, patience, on_loss)
 
 
 async def limit(name: str, rate: str, *, burst: int = 1, wait: Duration | None = None) -> None:
     """Wait for a permit: so many in so long, in the whole cluster. With `wait`, for so long at most; 0 is at once."""
     wanted = Limit.of(name, rate, burst)
-    await here().limits.take(wanted, None if wait is None else duration("wait", wait, LimitInvalid))
+    await here().limits.take(wanted, None if wait is None else check_duration("wait", wait, LimitInvalid))
 
 
 def breaker(

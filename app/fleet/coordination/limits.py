@@ -44,15 +44,14 @@ import psycopg
 
 from app.fleet.background import Service, cancel_and_wait
 from app.fleet.cluster.link import clock
-from app.fleet.coordination.rate import Rate
-from app.fleet.coordination.validation import LONGEST, check_count, check_name
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import fetch
-from app.fleet.duration import written
+from app.fleet.duration import MAX_DURATION, Rate, format_duration
 from app.fleet.errors import DatabaseError, LimitInvalid, LimitReached
 from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.metrics import ByName
+from app.fleet.validation import check_count, check_name
 
 # How much of a limit's time an instance leases at once.
 HORIZON = 0.1
@@ -130,7 +129,7 @@ class Limit:
             interval = Rate.parse(str(rate)).interval
         except ValueError as error:
             raise LimitInvalid(f"the limit {name!r}: {error}") from None
-        if interval * burst > LONGEST:
+        if interval * burst > MAX_DURATION:
             raise LimitInvalid(f"the limit {name!r} has a burst of {burst} at {rate}: more than a year's worth")
         return cls(name, rate, interval, burst)
 
@@ -356,5 +355,5 @@ class Limits(Service):
 
 
 def refusal(limit: Limit, why: str, seconds: float) -> LimitReached:
-    text = f"the limit {limit.name!r} of {limit.rate} {why}: try again in {written(float(f'{seconds:.2g}'))}"
+    text = f"the limit {limit.name!r} of {limit.rate} {why}: try again in {format_duration(float(f'{seconds:.2g}'))}"
     return LimitReached(text, retry_after=seconds)

@@ -21,7 +21,7 @@ from app.fleet.http.fields import Instant, Key, Payload
 from app.fleet.http.problems import NotFound, Unavailable, listed
 from app.fleet.runs import records as runs
 from app.fleet.runs.records import RunRecord
-from app.fleet.validation import PARTS_MOST, wrong_parts
+from app.fleet.validation import MAX_LISTED_ERRORS, invalid_parts
 
 MOST = 1000
 JSON = "Content-Type: application/json"
@@ -82,7 +82,7 @@ async def read(request: Request, adapter: TypeAdapter[Body]) -> Body:
     try:
         return adapter.validate_json(content or b"{}")
     except ValidationError as error:
-        parts = [{"loc": ("body", *part.place), "msg": part.message} for part in wrong_parts(error)]
+        parts = [{"loc": ("body", *part.location), "msg": part.message} for part in invalid_parts(error)]
         raise RequestValidationError(parts) from None
 
 
@@ -145,6 +145,6 @@ def misfits(context: Context, orders: Sequence[Order]) -> PayloadInvalid:
         except PayloadInvalid as wrong:
             parts = wrong.errors or [{"field": "payload", "message": str(wrong)}]
             errors += [{**part, "field": f"runs.{number}.{part['field']}"} for part in parts]
-        if len(errors) > PARTS_MOST:
+        if len(errors) > MAX_LISTED_ERRORS:
             break
     return PayloadInvalid(f"payloads do not fit their actions: {listed(errors)}", errors)

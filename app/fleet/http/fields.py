@@ -14,9 +14,9 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from app.fleet.coordination.locks.admin import REASON_MOST
-from app.fleet.coordination.validation import NAME_MOST
-from app.fleet.duration import LONGEST_AGO, seconds, written
+from app.fleet.duration import MAX_AGE, format_duration, parse_duration
 from app.fleet.engine.enqueue.trigger import EARLIEST, KEY_MOST, LATEST
+from app.fleet.validation import MAX_NAME_LENGTH
 
 strictly = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
@@ -50,17 +50,17 @@ def read_ago(given: object) -> timedelta | None:
     try:
         if isinstance(given, bool) or not isinstance(given, str | int | float):
             raise ValueError  # noqa: TRY301, TRY004 — refused below, like every other value that is no duration
-        value = seconds(given)
+        value = parse_duration(given)
     except ValueError:
         message = "must be a duration: a text such as '2h' or '1h30m', or a number of seconds"
         raise PydanticCustomError("duration", message) from None
-    if not 0 <= value <= LONGEST_AGO:
-        raise PydanticCustomError("duration", f"must be from 0 s to {written(LONGEST_AGO)}")
+    if not 0 <= value <= MAX_AGE:
+        raise PydanticCustomError("duration", f"must be from 0 s to {format_duration(MAX_AGE)}")
     return timedelta(seconds=value)
 
 
 Key = Annotated[str, Field(min_length=1, max_length=KEY_MOST), AfterValidator(printable)]
-LockName = Annotated[str, Field(min_length=1, max_length=NAME_MOST), AfterValidator(printable)]
+LockName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH), AfterValidator(printable)]
 ReleaseReason = Annotated[str, Field(min_length=1, max_length=REASON_MOST), AfterValidator(printable)]
 Payload = Annotated[Any, AfterValidator(finite)]
 Instant = Annotated[AwareDatetime, AfterValidator(within_the_calendar)]

@@ -14,11 +14,11 @@ import psycopg
 from psycopg.rows import class_row
 
 from app.fleet.coordination.locks.statements import PASS_ON_FREE
-from app.fleet.coordination.validation import check_name
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown
 from app.fleet.telemetry.logs import events
+from app.fleet.validation import check_name
 
 PATIENCE = "5s"
 REASON_MOST = 1000

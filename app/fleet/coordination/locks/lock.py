@@ -88,13 +88,13 @@ from app.fleet.coordination.locks.statements import (
     WAIT,
     WHO_HAS,
 )
-from app.fleet.coordination.validation import check_name, duration
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, fetch
-from app.fleet.duration import Duration, written
+from app.fleet.duration import Duration, format_duration
 from app.fleet.errors import DatabaseError, LockCycle, LockInvalid, LockLost, LockTaken
 from app.fleet.telemetry.logs import events, request_id
+from app.fleet.validation import check_duration, check_name
 
 Answer = TypeVar("Answer")
 OnLoss = Literal["cancel", "tell"]
@@ -175,10 +175,11 @@ class Wanted(NamedTuple):
             raise LockInvalid(f"{name!r}: names that begin with {RESERVED!r} are kept for singletons")
         if on_loss not in get_args(OnLoss):
             raise LockInvalid(f"`on_loss` is {on_loss!r}, and must be one of {', '.join(map(repr, get_args(OnLoss)))}")
-        lasts = duration("ttl", ttl, LockInvalid)
+        lasts = check_duration("ttl", ttl, LockInvalid)
         if not TTL_LEAST <= lasts <= TTL_MOST:
+            bounds = f"from {format_duration(TTL_LEAST)} to {format_duration(TTL_MOST)}"
             raise LockInvalid(
-                f"`ttl` is {written(lasts)}, and must be from {written(TTL_LEAST)} to {written(TTL_MOST)}: it is "
+                f"`ttl` is {format_duration(lasts)}, and must be {bounds}: it is "
                 f"renewed with each heartbeat, once a second, and a shorter one is lost whenever one of them is late"
             )
         return cls(name, lasts, request_id.get())
@@ -420,9 +421,8 @@ class Locks(Service):
         instance, holder, since = rows[0] if rows else (None, None, None)
         who = f" It is held by {instance}" + (f" ({holder})" if holder else "") if instance else ""
         since_when = f" since {since:%Y-%m-%d %H:%M:%S %Z}." if instance else ""
-        return (
-            f"the lock {name!r} was not free {'at once' if not wait else f'within {written(wait)}'}.{who}{since_when}"
-        )
+        in_time = f"within {format_duration(wait)}" if wait else "at once"
+        return f"the lock {name!r} was not free {in_time}.{who}{since_when}"
 
     # -- those who wait -----------------------------------------------------------------------------------------------
 

@@ -24,14 +24,13 @@ from typing import Any, Generic, Self, TypeVar, cast
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
-from app.fleet.coordination.rate import Rate
 from app.fleet.coordination.singletons import Singleton
 from app.fleet.db.stored_json import why_unreadable
-from app.fleet.duration import LONGEST, Duration, seconds, written
+from app.fleet.duration import MAX_DURATION, Duration, Rate, format_duration, parse_duration
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
 from app.fleet.engine.execute.run import P, Run
 from app.fleet.errors import ActionInvalid, ActionUnknown, PayloadInvalid, SettingsError
-from app.fleet.validation import wrong_parts
+from app.fleet.validation import invalid_parts
 
 Handler = Callable[[Any], Any]
 
@@ -136,8 +135,8 @@ def has_no_json(value: Any) -> bool:
 def payload_invalid(name: str, error: ValidationError) -> PayloadInvalid:
     """Say which field is wrong, and never repeat what was sent."""
     errors = [
-        {"field": ".".join(["payload", *(str(step) for step in part.place)]), "message": part.message}
-        for part in wrong_parts(error)
+        {"field": ".".join(["payload", *(str(step) for step in part.location)]), "message": part.message}
+        for part in invalid_parts(error)
     ]
     text = "; ".join(f"{each['field']}: {each['message']}" for each in errors[:3])
     return PayloadInvalid(f"the payload does not fit the action {name!r}: {text}", errors)
@@ -228,11 +227,13 @@ def check_without_payload(declared: Action[Any]) -> None:
 
 def positive(option: str, duration: Duration) -> float:
     try:
-        value = seconds(duration)
+        value = parse_duration(duration)
     except ValueError as error:
         raise ValueError(f"`{option}`: {error}") from error
-    if not 0 < value <= LONGEST:
-        raise ValueError(f"`{option}` is {value:g} s, and must be more than 0 and at most {written(LONGEST)}")
+    if not 0 < value <= MAX_DURATION:
+        raise ValueError(
+            f"`{option}` is {value:g} s, and must be more than 0 and at most {format_duration(MAX_DURATION)}"
+        )
     return value
 
 

@@ -27,7 +27,7 @@ from psycopg.rows import dict_row
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
-from app.fleet.duration import written
+from app.fleet.duration import format_duration
 from app.fleet.engine.actions.action import NAME, Catalogue
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
 from app.fleet.engine.dispatch.claim import SHORT
@@ -248,7 +248,7 @@ def record(row: dict[str, Any], catalogue: Catalogue, last_run: ListedRun | None
         max_attempts=row["max_attempts"],
         concurrency=row["concurrency"],
         rate=rate(row["rate_interval"], row["rate_burst"]),
-        retention=written(row["retention"]),
+        retention=format_duration(row["retention"]),
     )
 
 
@@ -262,7 +262,7 @@ def rate(interval: float | None, burst: int | None) -> str | None:
     """Write a rate the way it can be declared: `10/s`, `5/10s`."""
     if interval is None or burst is None:
         return None
-    return re.sub(r"/1(?=[a-z])", "/", f"{burst}/{written(round(interval * burst, 3))}")
+    return re.sub(r"/1(?=[a-z])", "/", f"{burst}/{format_duration(round(interval * burst, 3))}")
 
 
 def unknown(name: str) -> ActionUnknown:

@@ -23,7 +23,7 @@ from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
 
-from app.fleet.duration import LONGEST, Duration, seconds, written
+from app.fleet.duration import MAX_DURATION, Duration, format_duration, parse_duration
 
 Misfire = Literal["once", "all", "skip"]
 Overlap = Literal["skip", "queue", "allow"]
@@ -56,10 +56,10 @@ class Schedule:
                 raise ValueError("`jitter` needs a schedule: give `every` or `cron`")
             return None
         made = cls(
-            every=None if every is None else seconds(every),
+            every=None if every is None else parse_duration(every),
             cron=None if cron is None else " ".join(cron.split()),
             zone=zone,
-            jitter=0.0 if jitter is None else seconds(jitter),
+            jitter=0.0 if jitter is None else parse_duration(jitter),
         )
         made._check()
         return made
@@ -71,11 +71,16 @@ class Schedule:
         if found is None:
             raise ValueError(f"{text!r} is not a schedule")
         every, jitter = found["every"], found["jitter"]
-        return cls(seconds(every) if every else None, found["cron"], found["zone"] or "UTC", seconds(jitter or 0.0))
+        return cls(
+            parse_duration(every) if every else None,
+            found["cron"],
+            found["zone"] or "UTC",
+            parse_duration(jitter or 0.0),
+        )
 
     def __str__(self) -> str:
-        when = f"every {written(self.every)}" if self.every is not None else f"cron {self.cron} in {self.zone}"
-        return when + (f" jitter {written(self.jitter)}" if self.jitter else "")
+        when = f"every {format_duration(self.every)}" if self.every is not None else f"cron {self.cron} in {self.zone}"
+        return when + (f" jitter {format_duration(self.jitter)}" if self.jitter else "")
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -123,8 +128,9 @@ class Schedule:
         return (tick.astimezone(UTC) for tick in ticks)
 
     def _check(self) -> None:
-        if self.every is not None and not SHORTEST <= self.every <= LONGEST:
-            raise ValueError(f"`every` is {self.every:g} s, and must be from {written(SHORTEST)} to {written(LONGEST)}")
+        if self.every is not None and not SHORTEST <= self.every <= MAX_DURATION:
+            bounds = f"from {format_duration(SHORTEST)} to {format_duration(MAX_DURATION)}"
+            raise ValueError(f"`every` is {self.every:g} s, and must be {bounds}")
         try:
             ZoneInfo(self.zone)
         except (KeyError, ValueError, OSError) as error:
@@ -136,8 +142,8 @@ class Schedule:
                 raise ValueError(f"the cron expression {self.cron!r} is not valid: {error}") from error
             except (StopIteration, RuntimeError) as error:
                 raise ValueError(f"the cron expression {self.cron!r} never comes: no such date exists") from error
-        if not 0 <= self.jitter <= LONGEST:
-            raise ValueError(f"`jitter` is {self.jitter:g} s, and must be from 0 to {written(LONGEST)}")
+        if not 0 <= self.jitter <= MAX_DURATION:
+            raise ValueError(f"`jitter` is {self.jitter:g} s, and must be from 0 to {format_duration(MAX_DURATION)}")
 
 
 @lru_cache(maxsize=10_000)

@@ -38,7 +38,7 @@ from app.fleet.background import Service, cancel_and_wait, detach, wait_for_even
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool import Database
-from app.fleet.duration import LONGEST, seconds
+from app.fleet.duration import MAX_DURATION, parse_duration
 from app.fleet.engine.actions.action import Action, Catalogue
 from app.fleet.engine.dispatch.claim import MANY, Claimant, Clock
 from app.fleet.engine.execute.containment import contain_tasks
@@ -494,10 +494,10 @@ def wait_of(error: TryAgain) -> float | None:
     """
     try:
         given = error.after
-        wait = None if given is None else seconds(given)
+        wait = None if given is None else parse_duration(given)
     except BaseException:  # noqa: BLE001 — the exception is the action's; its properties may do anything
         return None
-    return None if wait is None or math.isnan(wait) else min(max(0.0, wait), LONGEST)
+    return None if wait is None or math.isnan(wait) else min(max(0.0, wait), MAX_DURATION)
 
 
 def exceeded(action: Action[Any], run: Run[Any]) -> str:

@@ -46,13 +46,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
-from app.fleet.coordination.validation import duration
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import Place, fetch
 from app.fleet.duration import Duration
 from app.fleet.engine.execute.run import Run, current_run
 from app.fleet.errors import DatabaseError, EngineError, Fenced, FleetError
+from app.fleet.validation import check_duration
 
 State = Literal["new", "pending", "seen"]
 
@@ -314,7 +314,7 @@ class SeenStore:
             self._owner(),
             sound("a scope", scope, SCOPE_MOST),
             distinct(keys),
-            duration("keep", keep, EngineError, least=KEEP_LEAST),
+            check_duration("keep", keep, EngineError, minimum=KEEP_LEAST),
         )
         try:
             await self._take(block)
