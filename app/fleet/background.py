@@ -1,54 +1,46 @@
-"""The one contract of everything that runs in the background: start, stop, and nothing else.
+"""Background services: how each one starts and stops, and how its loop survives errors.
 
-A service may be stopped before it was started, started twice and stopped twice; each of these does the obvious thing
-and never raises. `stop` returns when the service has let go of what it holds: no task, thread or session of its own
-is left. A service that was stopped stays stopped; an instance that wants another one makes another one.
+Every service has the same contract (`Service`). `start` and `stop` may be called in any order and any number of times;
+they do the obvious thing and never raise because of the order. When `stop` returns, no task, thread or session of the
+service is left. A stopped service cannot be started again: create a new one.
 
-Subclasses write `_start` and `_stop` and are called at most once each. `_stop` is called even when `_start` failed
-half-way, so it must cope with what is not there yet.
+A service that works in a loop writes the loop itself, with its own waits, and runs each step under a `LoopErrors`:
+
+    self._wake = asyncio.Event()
+    self._errors = LoopErrors(log, failed="reconciler.failed", defect="engine.defect", service="reconciler")
+
+    async def _run_loop(self) -> None:
+        while True:
+            self._wake.clear()
+            async with self._errors.logged():
+                await self._reconcile()
+            await wait_for_event(self._wake, jittered(INTERVAL))
+
+`_start` creates the task, `_stop` ends it with `cancel_and_wait`.
 """
 
 import asyncio
-from contextlib import suppress
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, final
 
-AGAIN = 0.25
+import psycopg
 
+from app.fleet.errors import DatabaseError
+from app.fleet.telemetry.logs import Events
 
-async def cancel_and_wait(task: "asyncio.Task[Any] | None") -> None:
-    """Cancel a task of one's own, if there is one, and wait until it is gone.
-
-    It is cancelled every `AGAIN` until then: on Python 3.11, `asyncio.wait_for` can lose a cancellation
-    (`wait_for_event`), and psycopg's pool waits for a connection with that.
-    """
-    if task is None:
-        return
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=AGAIN)
-    if not task.cancelled():
-        # It is of no interest any more, and the loop need not complain that nobody has looked at it.
-        task.exception()
-
-
-def detach(task: "asyncio.Task[Any]") -> None:
-    """Let the process end although this task never does: the loop's end waits for every task it knows."""
-    asyncio._unregister_task(task)  # noqa: SLF001 — documented, under this name
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 — it is in the log already
-
-
-async def wait_for_event(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for an event, or for that long.
-
-    Not with `asyncio.wait_for`: on Python 3.11 it returns, and the cancellation is lost, if its task is cancelled in
-    the moment in which what it waits for has come. A loop that is cancelled in that moment would go on for ever.
-    """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
+CANCEL_INTERVAL = 0.25
+DEFECT_PAUSE = 1.0
 
 
 class Service:
+    """Something that runs in the background between `start` and `stop`.
+
+    Subclasses write `_start` and `_stop`; each is called at most once. `_stop` is called even if `_start` failed
+    half-way, so it must accept that some of its resources were never created.
+    """
+
     name = "service"
 
     def __init__(self) -> None:
@@ -78,7 +70,101 @@ class Service:
             await self._stop()
 
     async def _start(self) -> None:
-        """Take what the service needs and begin."""
+        """Acquire the resources and start the tasks."""
 
     async def _stop(self) -> None:
-        """End, and let go of everything."""
+        """End the tasks and release the resources."""
+
+
+class LoopErrors:
+    """Keeps a background loop alive: an error in one of its steps is logged, and the loop goes on after a pause.
+
+    error in a step                   log event                             pause
+    psycopg.Error or DatabaseError    `failed`, at debug, or at warning     `retry_interval`
+                                      if `warn_when(failures)` is true
+    any other Exception               `defect`, at error, with traceback    `defect_pause`
+    a cancellation, SystemExit, …     none: the error ends the loop
+
+    `failures` counts the database failures since the last step without an error. So `lambda failures: failures == 1`
+    logs one warning per outage, and `lambda failures: failures % 5 == 0` logs every fifth failure in a row. Without
+    `failed`, a database failure is a defect too. `fields` are added to the event `failed`.
+    """
+
+    def __init__(
+        self,
+        log: Events,
+        *,
+        service: str,
+        defect: str,
+        failed: str | None = None,
+        warn_when: Callable[[int], bool] = lambda _: False,
+        retry_interval: float = 0.0,
+        defect_pause: float = DEFECT_PAUSE,
+        **fields: Any,
+    ) -> None:
+        self.failures = 0
+        self._log = log
+        self._service = service
+        self._defect = defect
+        self._failed = failed
+        self._warn_when = warn_when
+        self._retry_interval = retry_interval
+        self._defect_pause = defect_pause
+        self._fields = fields
+
+    @asynccontextmanager
+    async def logged(self) -> AsyncIterator[None]:
+        """Run one step: its errors are logged and do not leave the block, which then ends after the pause."""
+        pause = 0.0
+        try:
+            yield
+            self.failures = 0
+        except Exception as error:  # noqa: BLE001 — a defect must not end the loop for good
+            if self._failed is not None and isinstance(error, (psycopg.Error, DatabaseError)):
+                self.failures += 1
+                log_event = self._log.warning if self._warn_when(self.failures) else self._log.debug
+                log_event(self._failed, **self._fields, reason=" ".join(str(error).split()))
+                pause = self._retry_interval
+            else:
+                self._log.error(self._defect, error=error, service=self._service)
+                pause = self._defect_pause
+        if pause > 0:
+            await asyncio.sleep(pause)
+
+
+def jittered(seconds: float) -> float:
+    """Return these seconds, up to a quarter more or less: instances that started together do not stay in step."""
+    return seconds * random.uniform(0.75, 1.25)
+
+
+async def wait_for_event(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait until the event is set, at most for these seconds.
+
+    This does not use `asyncio.wait_for`. On Python 3.11 that function returns normally, and the cancellation is lost,
+    if the task is cancelled at the moment at which the event is set. The cancelled loop would then run for ever.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+async def cancel_and_wait(task: "asyncio.Task[Any] | None") -> None:
+    """Cancel a task of the caller, if there is one, and wait until it has ended.
+
+    The task is cancelled again every `CANCEL_INTERVAL` until it has ended: on Python 3.11, `asyncio.wait_for` can lose
+    a cancellation (see `wait_for_event`), and psycopg's pool uses it to wait for a connection.
+    """
+    if task is None:
+        return
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_INTERVAL)
+    if not task.cancelled():
+        # Reading the exception stops asyncio from logging that it was never retrieved.
+        task.exception()
+
+
+def detach(task: "asyncio.Task[Any]") -> None:
+    """Let the process end although this task never ends: at its end, the event loop waits for all tasks it knows."""
+    asyncio._unregister_task(task)  # noqa: SLF001 — documented, under this name
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 — the caller has logged it

@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from pydantic_settings import BaseSettings
 
 from app import fleet, main, routes
+from app.fleet.background import LoopErrors
 from app.fleet.cli import app as command_line
 from app.fleet.cluster import anomalies
 from app.fleet.db.namespace import Lock
@@ -310,15 +311,35 @@ def logged() -> dict[str, tuple[set[str], set[str], bool]]:
     found: dict[str, tuple[set[str], set[str], bool]] = {}
     for path in sorted(FLEET.rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(call, ast.Call) and is_log(call.func)):
+            if not isinstance(call, ast.Call):
                 continue
-            names = [each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant)]
-            assert names, f"{path.name}:{call.lineno} logs an event whose name is not written there"
-            for name in names:
-                levels, fields, open_ended = found.get(str(name), (set(), set(), False))
-                levels = levels | {cast("ast.Attribute", call.func).attr}
-                fields = fields | {each.arg for each in call.keywords if each.arg is not None}
-                found[str(name)] = levels, fields, open_ended or any(each.arg is None for each in call.keywords)
+            if is_log(call.func):
+                names = [each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant)]
+                assert names, f"{path.name}:{call.lineno} logs an event whose name is not written there"
+                events = [(str(name), {cast("ast.Attribute", call.func).attr}, fields_of(call)) for name in names]
+            elif ast.unparse(call.func) == "LoopErrors":
+                events = events_of_loop(call)
+            else:
+                continue
+            for name, new_levels, new_fields in events:
+                levels, fields, open_ended = found.get(name, (set(), set(), False))
+                open_ended = open_ended or any(each.arg is None for each in call.keywords)
+                found[name] = levels | new_levels, fields | new_fields, open_ended
+    return found
+
+
+def fields_of(call: ast.Call) -> set[str]:
+    return {each.arg for each in call.keywords if each.arg is not None}
+
+
+def events_of_loop(call: ast.Call) -> list[tuple[str, set[str], set[str]]]:
+    """The events that a background loop logs about the errors of its steps."""
+    names = {each.arg: each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)}
+    found = [(str(names["defect"]), {"error"}, {"error", "service"})]
+    if "failed" in names:
+        levels = {"debug", "warning"} if "warn_when" in fields_of(call) else {"debug"}
+        fields = fields_of(call) - set(inspect.signature(LoopErrors).parameters)
+        found.append((str(names["failed"]), levels, fields | {"reason"}))
     return found
 
 
