@@ -10,7 +10,7 @@ from alembic import context
 from app.fleet.db import dsn
 from app.fleet.db.migrations import alembic_session
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.tables import metadata as fleet_metadata
+from app.fleet.db.schema import metadata as fleet_metadata
 from app.models import metadata as app_metadata
 from app.settings import Settings
 

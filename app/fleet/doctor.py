@@ -17,7 +17,9 @@ from app.fleet.cluster.registry import Register, Session
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.tables import instance_ids, instance_numbers, metadata, once_tokens
+from app.fleet.db.schema import metadata
+from app.fleet.db.schema.cluster import instance_ids, instance_numbers
+from app.fleet.db.schema.once import once_tokens
 from app.fleet.errors import DatabaseError
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.redaction import redact

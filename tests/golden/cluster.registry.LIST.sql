@@ -7,8 +7,7 @@ SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.
            WHERE l.locktype = 'relation' AND l.granted AND l.mode = 'ExclusiveLock' AND l.pid = i.turn_pid
              AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
              AND l.relation = to_regclass('"flotilla".leader_turn')
-       ) AS leader,
-       ARRAY(SELECT l.name FROM "flotilla".service_locks AS l WHERE l.instance_id = i.id ORDER BY l.name) AS locks
+       ) AS leader
 FROM "flotilla".instances AS i
 WHERE i.state <> 'gone' OR i.gone_at > clock_timestamp() - interval '10 minutes'
 ORDER BY i.id

@@ -18,6 +18,7 @@ import typer
 
 from app.fleet.cli.terminal import AsJson, lasted, load, own_name_as_typed, say, say_json, say_table, session_for
 from app.fleet.cluster.registry import Instance, Register, Session
+from app.fleet.coordination.locks.by_instance import read_lock_names
 from app.fleet.db import dsn, embedded, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import FleetError, SettingsError, StartRefused
@@ -199,10 +200,11 @@ def wait_until_gone(session: Session, register: Register, waiting: dict[str, int
 def show(settings: FleetSettings, *, everyone: bool = False, as_json: bool = False) -> None:
     with session_for(settings) as (session, register):
         rows = [row for row in register.list(session) if everyone or row.living]
-    if as_json:
-        say_json([asdict(row) for row in rows])
-    else:
-        say_table(COLUMNS, map(cells, rows))
+        if as_json:
+            locks = read_lock_names(session, register.namespace)
+            say_json([asdict(row) | {"locks": locks.get(row.id, [])} for row in rows])
+        else:
+            say_table(COLUMNS, map(cells, rows))
 
 
 def cells(row: Instance) -> Iterator[str]:

@@ -176,8 +176,7 @@ SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.
            WHERE l.locktype = 'relation' AND l.granted AND l.mode = 'ExclusiveLock' AND l.pid = i.turn_pid
              AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
              AND l.relation = to_regclass('{schema}.leader_turn')
-       ) AS leader,
-       ARRAY(SELECT l.name FROM {schema}.service_locks AS l WHERE l.instance_id = i.id ORDER BY l.name) AS locks
+       ) AS leader
 FROM {schema}.instances AS i
 WHERE i.state <> 'gone' OR i.gone_at > clock_timestamp() - interval '10 minutes'
 ORDER BY i.id
@@ -276,8 +275,6 @@ class Instance:
     # How long a connection of its pool has been out, if that is too long.
     connection_out_seconds: float | None
     leader: bool
-    # The names of those it holds.
-    locks: Sequence[str]
 
     @property
     def living(self) -> bool:

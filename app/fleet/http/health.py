@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
 from app.fleet.cluster.registry import Instance
+from app.fleet.coordination.locks.by_instance import lock_names
 from app.fleet.http.auth import needs
 from app.fleet.http.context import InContext
 from app.fleet.lifecycle import Phase
@@ -88,15 +89,16 @@ async def instances(context: InContext) -> InstancesView:
     """List the living instances, those gone within the last minutes, and what should not be."""
     member = context.member
     rows = await member.instances()
+    locks = await lock_names(context.database)
     identity = member.identity
     return InstancesView(
         namespace=context.settings.namespace,
         self=identity.name if identity else None,
         leader=next((row.name for row in rows if row.leader), None),
-        instances=[view(row) for row in rows],
+        instances=[view(row, locks.get(row.id, [])) for row in rows],
         anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await context.shared.anomalies.find(rows)],
     )
 
 
-def view(row: Instance) -> InstanceView:
-    return InstanceView.model_validate(row, from_attributes=True)
+def view(row: Instance, locks: list[str]) -> InstanceView:
+    return InstanceView.model_validate(vars(row) | {"locks": locks})
