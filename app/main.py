@@ -7,10 +7,11 @@ from starlette.types import ASGIApp
 
 from app import __version__
 from app.fleet.errors import SettingsError
-from app.fleet.http import actions, events, health, locks, metrics, problems, runs
-from app.fleet.http.auth import needs
-from app.fleet.http.context import Context
-from app.fleet.http.edge import Edge
+from app.fleet.http import actions, events, health, locks, metrics, problem_pages, runs
+from app.fleet.http.edge import error_handlers, openapi
+from app.fleet.http.edge.auth import needs
+from app.fleet.http.edge.context import Context
+from app.fleet.http.edge.middleware import Edge
 from app.fleet.lifespan import lifespan
 from app.fleet.telemetry import logs
 from app.settings import Settings
@@ -39,7 +40,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.fleet = Context(settings, version=__version__)
-    problems.install(app)
+    error_handlers.install(app)
+    openapi.install(app)
+    app.include_router(problem_pages.router)
     app.include_router(health.probes)
     app.include_router(health.cluster)
     app.include_router(metrics.router)

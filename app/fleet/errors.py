@@ -47,7 +47,7 @@
     ├── Fenced                          this attempt was superseded; nothing it writes counts any more
     ├── GiveUp                          raised by an action: fail now, another attempt would not help
     ├── TryAgain                        raised by an action: another attempt, after so long
-    └── HttpError                       refused at the edge (`app.fleet.http.problems`, which has its branches)
+    └── HttpError                       refused at the edge (`app.fleet.http.edge.problems`, which has its branches)
 
 An error is for the person who meets it: what happened, to what, and what to do about it. `exit_code` is what the
 command line ends with; an instance that refuses to start ends with 3 whatever the reason, as uvicorn does.

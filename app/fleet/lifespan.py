@@ -46,7 +46,7 @@ from app.fleet.db.pool import Database
 from app.fleet.engine.actions.action import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
-from app.fleet.http.context import Context
+from app.fleet.http.edge.context import Context
 from app.fleet.lifecycle import Phase
 from app.fleet.settings import WATCHDOG_RESERVE
 from app.fleet.signals import Signals

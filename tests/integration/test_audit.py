@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.fleet.http.auth import make_key
-from app.fleet.http.refusals import UNKNOWN_MOST
+from app.fleet.http.edge.auth import make_key
+from app.fleet.http.edge.refused_keys import MAX_UNKNOWN_KEYS
 from tests.integration.test_edge import is_problem
 from tests.support.fleet import run
 from tests.support.runs import LocalInstance, local_instance, soon
@@ -93,7 +93,7 @@ async def test_only_an_admin_releases_a_lock(here: LocalInstance, caplog: pytest
 
 
 async def test_an_address_that_sends_unknown_keys_is_slowed_down_and_a_valid_key_never_is(here: LocalInstance) -> None:
-    for _ in range(UNKNOWN_MOST):
+    for _ in range(MAX_UNKNOWN_KEYS):
         is_problem(await ask(here, "flotilla_wrong", "GET", "/actions"), "unauthorized")
     refused = await ask(here, "flotilla_wrong", "GET", "/actions")
     is_problem(refused, "too-many-requests")
@@ -102,7 +102,7 @@ async def test_an_address_that_sends_unknown_keys_is_slowed_down_and_a_valid_key
     is_problem(await ask(here, None, "GET", "/actions"), "unauthorized")
     is_problem(await ask(here, READ[0], "POST", "/actions/noop/pause"), "forbidden")
     metrics = (await ask(here, READ[0], "GET", "/metrics")).text
-    for reason, count in (("unknown", UNKNOWN_MOST + 1), ("missing", 1), ("scope", 1)):
+    for reason, count in (("unknown", MAX_UNKNOWN_KEYS + 1), ("missing", 1), ("scope", 1)):
         assert f'flotilla_keys_refused_total{{reason="{reason}"}} {count:.1f}' in metrics
 
 

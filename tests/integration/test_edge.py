@@ -8,9 +8,9 @@ import httpx
 import pytest
 from fastapi import Response
 
-from app.fleet.http.auth import make_key
-from app.fleet.http.problems import KINDS
-from app.fleet.http.readiness import CACHED_FOR
+from app.fleet.http.edge.auth import make_key
+from app.fleet.http.edge.problems import KINDS
+from app.fleet.http.edge.readiness import CACHED_FOR
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon

@@ -8,7 +8,8 @@ import pytest
 
 from app.fleet import Run, action
 from app.fleet.errors import PayloadInvalid
-from app.fleet.http.problems import ERRORS_MOST, FIELD_MOST, ProblemDetails
+from app.fleet.http.edge.openapi import ProblemDetails
+from app.fleet.http.edge.problems import MAX_ERRORS, MAX_FIELD_LENGTH
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are, send
 from tests.integration.test_edge import is_problem
 from tests.support.runs import LocalInstance, local_instance
@@ -47,7 +48,7 @@ async def test_a_thousand_wrong_fields_are_answered_with_the_first_of_them_and_t
         answer = await post(here, path, body)
         problem: dict[str, Any] = is_problem(answer, "invalid")
         assert len(problem["errors"]) + problem.get("errors_left_out", 0) in {1, 1000}
-        assert len(problem["errors"]) <= ERRORS_MOST
+        assert len(problem["errors"]) <= MAX_ERRORS
         assert len(answer.content) < 10_000
     assert await runs_there_are(here) == 0
 
@@ -67,7 +68,7 @@ async def test_the_name_of_an_unknown_field_is_cut(here: LocalInstance) -> None:
     for path in ("/actions/noop/runs", "/runs:retry"):
         answer = await post(here, path, {"action": "noop", "a" * 900_000: 1})
         problem: dict[str, Any] = is_problem(answer, "invalid")
-        assert {len(name) for name in fields(problem) if name.startswith("aaa")} == {FIELD_MOST}
+        assert {len(name) for name in fields(problem) if name.startswith("aaa")} == {MAX_FIELD_LENGTH}
         assert len(answer.content) < 5_000
 
 

@@ -21,13 +21,13 @@ from sqlalchemy import text
 from app import routes
 from app.fleet import InSession, breaker, limit, lock, once
 from app.fleet.cli import main
-from app.fleet.http import edge
-from app.fleet.http.context import InContext
+from app.fleet.http.edge import middleware
+from app.fleet.http.edge.context import InContext
 
 router = APIRouter(prefix="/trial")
 log = logging.getLogger("trial")
 # So that a test need not wait for as long as a client may.
-edge.STALLED = float(os.environ.get("TRIAL_STALLED", edge.STALLED))
+middleware.STALLED = float(os.environ.get("TRIAL_STALLED", middleware.STALLED))
 if files := os.environ.get("TRIAL_FILES"):
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), int(files)))
 

@@ -34,7 +34,7 @@ from app.fleet.db.schema import metadata
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.run import Blocking, Run
 from app.fleet.errors import FleetError
-from app.fleet.http.problems import KINDS
+from app.fleet.http.edge.problems import KINDS
 from app.fleet.settings import FleetSettings, known_names
 from app.fleet.telemetry.metrics import DEFINITIONS
 from app.settings import Settings

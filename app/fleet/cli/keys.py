@@ -6,7 +6,7 @@ import typer
 
 from app.fleet.cli.terminal import say
 from app.fleet.errors import SettingsError
-from app.fleet.http.auth import make_key
+from app.fleet.http.edge.auth import make_key
 from app.fleet.settings import KEY, Scope
 
 

@@ -19,12 +19,12 @@ from app.fleet.engine.enqueue import confirm
 from app.fleet.engine.enqueue.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown
 from app.fleet.http import idempotency
-from app.fleet.http.audit import about
-from app.fleet.http.auth import needs
 from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, answer, described, not_here, read, records
-from app.fleet.http.context import Context, InContext
+from app.fleet.http.edge.audit import about
+from app.fleet.http.edge.auth import needs
+from app.fleet.http.edge.context import Context, InContext
+from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.idempotency import IdempotencyKey
-from app.fleet.http.problems import refusals
 from app.fleet.runs.records import RunRecord
 
 router = APIRouter(prefix="/actions", tags=["actions"], dependencies=[Depends(needs())])
@@ -60,7 +60,7 @@ async def show_action(name: str, context: InContext) -> Response:
     response_model=RunRecord,
     responses={
         200: {"model": RunRecord, "description": "The run that this key has made before"},
-        **refusals(409),
+        **problem_responses(409),
     },
     openapi_extra=described(NewRun),
 )

@@ -16,9 +16,9 @@ from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.action import PRIORITIES
 from app.fleet.engine.enqueue.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown, FleetError, PayloadInvalid, RunUnknown
-from app.fleet.http.context import Context
+from app.fleet.http.edge.context import Context
+from app.fleet.http.edge.problems import NotFound, Unavailable, listed
 from app.fleet.http.fields import Instant, Key, Payload
-from app.fleet.http.problems import NotFound, Unavailable, listed
 from app.fleet.runs import records as runs
 from app.fleet.runs.records import RunRecord
 from app.fleet.validation import MAX_LISTED_ERRORS, invalid_parts

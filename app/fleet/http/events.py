@@ -38,10 +38,11 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.responses import StreamingResponse
 
 from app.fleet.engine.actions import admin
-from app.fleet.http.auth import key_of, needs
-from app.fleet.http.context import Context, InContext
-from app.fleet.http.edge import RETRY_MS
-from app.fleet.http.problems import HttpError, Unavailable, refusals
+from app.fleet.http.edge.auth import key_of, needs
+from app.fleet.http.edge.context import Context, InContext
+from app.fleet.http.edge.middleware import RETRY_MS
+from app.fleet.http.edge.openapi import problem_responses
+from app.fleet.http.edge.problems import HttpError, Unavailable
 from app.fleet.http.runs import RunId, number_of, states_of
 from app.fleet.runs.events import DONE, STATE, StoredEvent
 from app.fleet.runs.feed import Batch
@@ -62,7 +63,7 @@ STREAM: dict[str, Any] = {
     "response_class": StreamingResponse,
     "responses": {
         200: {"description": "Server-Sent Events", "content": {EventSourceResponse.media_type: {}}},
-        **refusals(400, 404),
+        **problem_responses(400, 404),
     },
 }
 ID = "The id of the last event seen"

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from app.fleet.cluster.registry import Instance
 from app.fleet.coordination.locks.by_instance import lock_names
-from app.fleet.http.auth import needs
-from app.fleet.http.context import InContext
+from app.fleet.http.edge.auth import needs
+from app.fleet.http.edge.context import InContext
 from app.fleet.lifecycle import Phase
 
 probes = APIRouter(prefix="/health", tags=["health"])

@@ -8,11 +8,11 @@ from pydantic import TypeAdapter
 
 from app.fleet.coordination.locks import admin
 from app.fleet.coordination.locks.admin import LockRecord
-from app.fleet.http.auth import key_of, name_of_key, needs
 from app.fleet.http.bodies import answer
-from app.fleet.http.context import InContext
+from app.fleet.http.edge.auth import key_of, name_of_key, needs
+from app.fleet.http.edge.context import InContext
+from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.fields import LockName, ReleaseReason
-from app.fleet.http.problems import refusals
 
 router = APIRouter(prefix="/locks", tags=["locks"], dependencies=[Depends(needs())])
 
@@ -34,7 +34,7 @@ async def list_locks(context: InContext) -> Response:
 
 
 @router.delete(
-    "/{name:path}", response_model=LockRecord, dependencies=[Depends(needs("admin"))], responses=refusals(409)
+    "/{name:path}", response_model=LockRecord, dependencies=[Depends(needs("admin"))], responses=problem_responses(409)
 )
 async def release(
     name: Annotated[LockName, Path(description="Its name; it may have slashes in it")],

@@ -8,9 +8,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from app.fleet.cluster import anomalies
 from app.fleet.engine.execute.writer import OUTCOMES, WRITES
-from app.fleet.http.auth import needs
-from app.fleet.http.context import Context, InContext
-from app.fleet.http.refusals import Reason
+from app.fleet.http.edge.auth import needs
+from app.fleet.http.edge.context import Context, InContext
+from app.fleet.http.edge.refused_keys import Reason
 from app.fleet.lifecycle import Phase
 from app.fleet.server import REASONS
 from app.fleet.telemetry.metrics import Figures, Value
@@ -77,7 +77,7 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_breaker_closed_total": breakers.closed.labelled(),
         "flotilla_breaker_refused_total": breakers.refused.labelled(),
         "flotilla_requests_in_flight": context.in_flight,
-        "flotilla_keys_refused_total": {(reason,): context.refusals.counts[reason] for reason in get_args(Reason)},
+        "flotilla_keys_refused_total": {(reason,): context.refused_keys.counts[reason] for reason in get_args(Reason)},
         "flotilla_requests_abandoned_total": context.abandoned,
         "flotilla_connections": context.connections.open,
         "flotilla_connections_limit": context.connections.limit,

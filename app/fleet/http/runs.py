@@ -20,8 +20,6 @@ from app.fleet.engine.enqueue import confirm
 from app.fleet.engine.enqueue.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown, PayloadInvalid, RunUnknown
 from app.fleet.http import idempotency
-from app.fleet.http.audit import about
-from app.fleet.http.auth import needs
 from app.fleet.http.bodies import (
     NEW_RUNS,
     RUN,
@@ -34,10 +32,13 @@ from app.fleet.http.bodies import (
     read,
     records,
 )
-from app.fleet.http.context import Context, InContext
+from app.fleet.http.edge.audit import about
+from app.fleet.http.edge.auth import needs
+from app.fleet.http.edge.context import Context, InContext
+from app.fleet.http.edge.openapi import problem_responses
+from app.fleet.http.edge.problems import HttpError
 from app.fleet.http.fields import Ago
 from app.fleet.http.idempotency import IdempotencyKey
-from app.fleet.http.problems import HttpError, refusals
 from app.fleet.runs import pages
 from app.fleet.runs import records as runs
 from app.fleet.runs.pages import ListedRun
@@ -101,7 +102,7 @@ LISTED_RUN = TypeAdapter(ListedRun)
     response_model=RunList,
     responses={
         200: {"model": RunList, "description": "The runs that these keys have made before"},
-        **refusals(404, 409),
+        **problem_responses(404, 409),
     },
     openapi_extra=described(NewRuns, runs=BatchedRun),
 )
@@ -119,7 +120,9 @@ async def trigger_many(request: Request, context: InContext, idempotency_key: Id
     return answer(RUN_LIST, RunList(made), 202 if any(each.new for each in triggered) else 200)
 
 
-@router.post("/runs:retry", response_model=Retried, responses=refusals(404), openapi_extra=described(RetryWanted))
+@router.post(
+    "/runs:retry", response_model=Retried, responses=problem_responses(404), openapi_extra=described(RetryWanted)
+)
 async def retry_many(request: Request, context: InContext) -> Response:
     """Have runs of an action tried again that failed, or were cancelled, within some time; up to `limit` of them."""
     wanted = await read(request, RETRY_WANTED)
@@ -140,7 +143,7 @@ async def retry_many(request: Request, context: InContext) -> Response:
     return answer(RETRIED, Retried(done.many, more, done.left_out))
 
 
-@router.get("/runs", response_model=RunPage, responses=refusals(400, 404))
+@router.get("/runs", response_model=RunPage, responses=problem_responses(400, 404))
 async def list_runs(
     context: InContext,
     action: str | None = None,
@@ -161,7 +164,7 @@ async def list_runs(
     return answer(RUN_PAGE, RunPage(items, cursor_at(items[-1].id) if len(found) > len(items) else None))
 
 
-@router.get("/runs/{id}", response_model=RunRecord, responses=refusals(400))
+@router.get("/runs/{id}", response_model=RunRecord, responses=problem_responses(400))
 async def show_run(run_id: RunId, context: InContext) -> Response:
     """Show one run."""
     number = number_of(run_id)
@@ -169,7 +172,7 @@ async def show_run(run_id: RunId, context: InContext) -> Response:
         return answer(RUN, await runs.find(connection, context.database.namespace, number))
 
 
-@router.post("/runs/{id}/cancel", response_model=RunRecord, responses=refusals(400, 409))
+@router.post("/runs/{id}/cancel", response_model=RunRecord, responses=problem_responses(400, 409))
 async def cancel_run(run_id: RunId, context: InContext) -> Response:
     """Cancel a run: at once if it waits; if it runs, as soon as its instance, wherever that is, has heard of it."""
     number = number_of(run_id)
@@ -179,7 +182,7 @@ async def cancel_run(run_id: RunId, context: InContext) -> Response:
     return answer(RUN, cancelled)
 
 
-@router.post("/runs/{id}/retry", response_model=RunRecord, responses=refusals(400, 409))
+@router.post("/runs/{id}/retry", response_model=RunRecord, responses=problem_responses(400, 409))
 async def retry_run(run_id: RunId, context: InContext) -> Response:
     """Have a run tried again that failed or was cancelled; one that waits for a later time is tried now."""
     number = number_of(run_id)

@@ -21,8 +21,8 @@ from fastapi import Depends, Request
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 
-from app.fleet.http.context import Context, InContext
-from app.fleet.http.problems import Forbidden, TooManyRequests, Unauthorized
+from app.fleet.http.edge.context import Context, InContext
+from app.fleet.http.edge.problems import Forbidden, TooManyRequests, Unauthorized
 from app.fleet.settings import KEY, FleetSettings, Scope
 
 RANK: dict[Scope, int] = {"read": 0, "operate": 1, "admin": 2}
@@ -98,14 +98,14 @@ def check(request: Request, context: Context, scope: Scope | None) -> None:
     scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
     given = token if scheme.lower() == "bearer" and token else request.headers.get("x-api-key")
     if not given:
-        context.refusals.count("missing")
+        context.refused_keys.count("missing")
         raise Unauthorized(
             f"this needs an API key with the scope {needed!r}: send `Authorization: Bearer …`",
             headers={"WWW-Authenticate": "Bearer"},
         )
     granted = scope_of(context.settings, given)
     if granted is None:
-        if wait := context.refusals.unknown_key(request.client.host if request.client else ""):
+        if wait := context.refused_keys.unknown_key(request.client.host if request.client else ""):
             raise TooManyRequests(
                 "too many requests with unknown API keys came from this address: check the key, then try again",
                 retry_after=wait,
@@ -116,7 +116,7 @@ def check(request: Request, context: Context, scope: Scope | None) -> None:
         )
     request.state.key = digest(given)
     if RANK[granted] < RANK[needed]:
-        context.refusals.count("scope")
+        context.refused_keys.count("scope")
         raise Forbidden(f"this needs an API key with the scope {needed!r}, and yours has {granted!r}")
 
 

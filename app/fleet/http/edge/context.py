@@ -11,9 +11,9 @@ from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.pool import Database
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
-from app.fleet.http.problems import Unavailable
-from app.fleet.http.readiness import Readiness
-from app.fleet.http.refusals import Refusals
+from app.fleet.http.edge.problems import Unavailable
+from app.fleet.http.edge.readiness import Readiness
+from app.fleet.http.edge.refused_keys import RefusedKeys
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.server import Connections
 from app.fleet.settings import FleetSettings
@@ -35,7 +35,7 @@ class Context:
     openings: Turns = field(init=False)
     # How many streams are open, by the key that opened them.
     open_streams: Counter[str | None] = field(default_factory=Counter)
-    refusals: Refusals = field(default_factory=Refusals)
+    refused_keys: RefusedKeys = field(default_factory=RefusedKeys)
     # Why the start was refused, if it was.
     refused: FleetError | None = None
     shutdown_seconds: dict[str, float] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """Refused API keys: counted, and slowed down for the address that keeps sending unknown ones.
 
-An address may send `UNKNOWN_MOST` unknown keys within `WINDOW` seconds. Those after that are answered with 429 until
+An address may send `MAX_UNKNOWN_KEYS` unknown keys within `WINDOW` seconds. Further ones are answered with 429 until
 the window ends. A valid key is never slowed down: it is compared first, whatever its address has sent before.
 
-The table is bounded: at most `ADDRESSES_MOST` addresses have an entry of their own, and all further ones share one. An
+The table is bounded: at most `MAX_ADDRESSES` addresses have an entry of their own, and all further ones share one. An
 IPv6 address counts as its network of 64 bits, because one client has all of it. Behind a load balancer that does not
 pass on the address of the client (`X-Forwarded-For`, which uvicorn reads if `FORWARDED_ALLOW_IPS` allows it), all
 clients share the balancer's entry.
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-UNKNOWN_MOST = 10
+MAX_UNKNOWN_KEYS = 10
 WINDOW = 60.0
-ADDRESSES_MOST = 1000
+MAX_ADDRESSES = 1000
 OTHERS = "(others)"
 
 Reason = Literal["missing", "unknown", "scope"]
@@ -32,7 +32,7 @@ class Window:
     refused: int = 0
 
 
-class Refusals:
+class RefusedKeys:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[Reason] = Counter()
         self._now = now
@@ -48,11 +48,11 @@ class Refusals:
         now = self._now()
         self._forget_old(now)
         name = network_of(address)
-        if name not in self._windows and len(self._windows) >= ADDRESSES_MOST:
+        if name not in self._windows and len(self._windows) >= MAX_ADDRESSES:
             name = OTHERS
         window = self._windows.setdefault(name, Window(now + WINDOW))
         window.refused += 1
-        return window.until - now if window.refused > UNKNOWN_MOST else 0.0
+        return window.until - now if window.refused > MAX_UNKNOWN_KEYS else 0.0
 
     def __len__(self) -> int:
         return len(self._windows)

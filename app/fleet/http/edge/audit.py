@@ -13,9 +13,9 @@ same transaction, and the leader logs `command.audited`.
 from starlette.requests import Request
 from starlette.types import Scope
 
-from app.fleet.http.auth import name_of_key
-from app.fleet.http.context import Context
-from app.fleet.http.problems import SAFE
+from app.fleet.http.edge.auth import name_of_key
+from app.fleet.http.edge.context import Context
+from app.fleet.http.edge.problems import SAFE_METHODS
 from app.fleet.telemetry.logs import events
 
 SUBJECT_MOST = 200
@@ -30,7 +30,7 @@ def about(request: Request, subject: str) -> None:
 
 def record(context: Context, scope: Scope, status: int | None) -> None:
     """Log a request when it has been answered; without a status if its client left before."""
-    if scope["method"] in SAFE:
+    if scope["method"] in SAFE_METHODS:
         return
     state = scope.get("state", {})
     subject = state.get("subject") or " ".join(str(each) for each in scope.get("path_params", {}).values())

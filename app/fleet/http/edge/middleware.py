@@ -35,9 +35,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.fleet import server
 from app.fleet.errors import FleetError
-from app.fleet.http import audit, auth
-from app.fleet.http.context import Context
-from app.fleet.http.problems import KINDS, Forbidden, HttpError, PayloadTooLarge, Unavailable, problem
+from app.fleet.http.edge import audit, auth
+from app.fleet.http.edge.context import Context
+from app.fleet.http.edge.problems import (
+    KINDS,
+    SAFE_METHODS,
+    Forbidden,
+    HttpError,
+    PayloadTooLarge,
+    Unavailable,
+    problem,
+)
 from app.fleet.lifecycle import Phase
 from app.fleet.telemetry.logs import PROBES, events, request_id
 
@@ -58,7 +66,6 @@ SECURITY_HEADERS = {
     "cache-control": "no-store",
 }
 HSTS = "max-age=31536000; includeSubDomains"
-SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
 DISCONNECT: Message = {"type": "http.disconnect"}
 
 

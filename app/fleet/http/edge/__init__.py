@@ -1,0 +1,1 @@
+"""What every request passes: limits, authentication and audit before the route, problems after it."""

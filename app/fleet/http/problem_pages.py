@@ -1,0 +1,26 @@
+"""`GET /problems`: the pages that the `type` of a problem leads to."""
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+
+from app.fleet.http.edge.problems import KINDS, Kind, NotFound
+
+router = APIRouter(tags=["problems"], default_response_class=PlainTextResponse)
+
+
+def page(kind: Kind) -> str:
+    return f"{kind.title}\n{'=' * len(kind.title)}\n\nStatus {kind.status}. {kind.remedy}\n"
+
+
+@router.get("/problems")
+async def problem_pages() -> str:
+    """List every kind of problem."""
+    return "".join(f"/problems/{kind.slug}  {kind.status}  {kind.title}\n" for kind in KINDS.values())
+
+
+@router.get("/problems/{slug}")
+async def problem_page(slug: str) -> str:
+    """Explain one kind of problem."""
+    if slug not in KINDS:
+        raise NotFound(f"there is no problem called {slug!r}: GET /problems lists them")
+    return page(KINDS[slug])
