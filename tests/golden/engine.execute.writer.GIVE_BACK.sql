@@ -44,9 +44,9 @@ WITH own AS MATERIALIZED (
     
 ), told AS (
     
-    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
                row_number() OVER () / 200 AS page
         FROM back
         GROUP BY action_id, priority

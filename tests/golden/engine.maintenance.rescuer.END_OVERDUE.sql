@@ -64,9 +64,9 @@ FROM gone AS g
     
 )
 
-    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
                row_number() OVER () / 200 AS page
         FROM (
     SELECT action_id, priority, run_at FROM back UNION ALL SELECT * FROM (

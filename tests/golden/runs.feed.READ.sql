@@ -7,7 +7,7 @@ FROM (
         WHERE first >= coalesce((SELECT max(first) FROM "flotilla".feed WHERE first <= %(after)s + 1), 0)
           AND first + many > %(after)s + 1
         ORDER BY first
-        LIMIT %(most)s
+        LIMIT %(limit)s
     ) AS page
 ) AS p
 WHERE before < 5000

@@ -5,7 +5,7 @@ WITH page AS MATERIALIZED (
         WHERE TRUE AND (r.action_id, r.state, r.id) > (%(action_id)s, 'cancelled', 0) AND (r.action_id, r.state, r.id) < (%(action_id)s, 'cancelled', %(before)s)
         ORDER BY r.action_id DESC, r.state DESC, r.id DESC
         LIMIT %(limit)s
-    )) AS side ORDER BY id DESC LIMIT %(limit)s
+    )) AS branches ORDER BY id DESC LIMIT %(limit)s
 )
 
     SELECT r.id, a.name AS action, r.state, r.trigger,

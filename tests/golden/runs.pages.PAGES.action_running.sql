@@ -4,7 +4,7 @@ WITH page AS MATERIALIZED (
         FROM (SELECT r.id FROM "flotilla".runs AS r WHERE r.state = 'running' AND r.action_id = %(action_id)s AND r.id < %(before)s OFFSET 0) AS running
         ORDER BY id DESC
         LIMIT %(limit)s
-    )) AS side ORDER BY id DESC LIMIT %(limit)s
+    )) AS branches ORDER BY id DESC LIMIT %(limit)s
 )
 
     SELECT r.id, a.name AS action, r.state, r.trigger,

@@ -5,7 +5,7 @@ WITH page AS MATERIALIZED (
         WHERE r.state = 'failed' AND r.id < %(before)s
         ORDER BY r.id DESC
         LIMIT %(limit)s
-    )) AS side ORDER BY id DESC LIMIT %(limit)s
+    )) AS branches ORDER BY id DESC LIMIT %(limit)s
 )
 
     SELECT r.id, a.name AS action, r.state, r.trigger,

@@ -12,9 +12,9 @@ WITH gone AS (
     
 ), told AS (
     
-    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
                row_number() OVER () / 200 AS page
         FROM (
     SELECT action_id, priority, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL

@@ -5,9 +5,9 @@ WITH hurried AS (
     RETURNING *
 ), told AS (
     
-    SELECT pg_notify('flotilla', 'runs:' || string_agg(place, ','))
+    SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS place,
+        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
                row_number() OVER () / 200 AS page
         FROM hurried
         GROUP BY action_id, priority

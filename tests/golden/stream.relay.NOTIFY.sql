@@ -1,1 +1,1 @@
-SELECT pg_notify('flotilla', what) FROM unnest(%(what)s::text[]) AS what
+SELECT pg_notify('flotilla', payload) FROM unnest(%(payloads)s::text[]) AS payload

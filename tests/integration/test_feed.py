@@ -8,10 +8,13 @@ import psycopg
 import pytest
 
 from app.fleet.db.pool import Connection
+from app.fleet.db.statements import fetch
 from app.fleet.engine.enqueue.trigger import Order, insert, prepare
 from app.fleet.http import events as http_events
-from app.fleet.runs import feed
-from app.fleet.runs.feed import Batch, Change
+from app.fleet.runs import feed_numbers, feed_pruner
+from app.fleet.runs.feed import Batch, Change, read_batches
+from app.fleet.runs.feed_numbers import Numberer, Numbering
+from app.fleet.runs.feed_pruner import FeedPruner
 from tests.integration.test_edge import is_problem
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 from tests.support.runs import LocalInstance, local_instance
@@ -31,8 +34,8 @@ async def changes(here: LocalInstance | EngineHarness, after: int = 0) -> list[C
     database = here.running.context.database if isinstance(here, LocalInstance) else here.database
     found: list[Change] = []
     async with database.connection() as connection:
-        last = (await feed.Numbers().give(connection, NAMESPACE)).number
-        while batches := await feed.read(connection, NAMESPACE, after + len(found)):
+        last = (await Numberer().step(connection, NAMESPACE)).last_number
+        while batches := await read_batches(connection, NAMESPACE, after + len(found)):
             found += [change for batch in batches for change in batch.after(after)]
     assert [change.number for change in found] == list(range(after + 1, last + 1))
     return found
@@ -78,11 +81,11 @@ async def test_a_reader_that_does_not_get_the_lock_numbers_nothing_and_does_not_
     """The other one sees a row that the holder does not, and would give it the number that the holder is giving."""
     async with engine_harness(address, declare()) as here:
         order = prepare(here.catalogue, Order("tick"))
-        genuine, others = feed.one, list[feed.Given]()
+        genuine, others = fetch, list[Numbering]()
 
-        async def meanwhile(connection: Connection, statement: bytes, values: Any = None) -> tuple[Any, ...]:
+        async def meanwhile(connection: Connection, statement: bytes, values: Any = None) -> Any:
             found = await genuine(connection, statement, values)
-            if statement == NAMESPACE.sql(feed.NUMBER) and not others:
+            if statement == NAMESPACE.sql(feed_numbers.ASSIGN_NUMBERS) and not others:
                 await here.trigger(Order("tick"))
                 others.append(await number(here))
             return found
@@ -90,9 +93,9 @@ async def test_a_reader_that_does_not_get_the_lock_numbers_nothing_and_does_not_
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
             (late,) = await here.trigger(Order("tick"))
-            monkeypatch.setattr(feed, "one", meanwhile)
-            assert await number(here) == feed.Given(1, complete=True, busy=False, kept=True)
-        assert others == [feed.Given(0, complete=False, busy=True, kept=True)]
+            monkeypatch.setattr(feed_numbers, "fetch", meanwhile)
+            assert await number(here) == Numbering(1, complete=True, busy=False, enabled=True)
+        assert others == [Numbering(0, complete=False, busy=True, enabled=True)]
         assert [each.run_id for each in await changes(here)] == [late, late - 1, late + 1]
 
 
@@ -102,52 +105,54 @@ async def test_numbers_are_given_in_a_transaction_also_on_a_connection_in_autoco
     """Without one, the lock is released at once, and two readers give the same number."""
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
-        genuine, others = feed.one, list[feed.Given]()
+        genuine, others = fetch, list[Numbering]()
 
-        async def meanwhile(connection: Connection, statement: bytes, values: Any = None) -> tuple[Any, ...]:
-            if statement == NAMESPACE.sql(feed.NUMBER) and not others:
-                others.append(feed.Given(0, complete=False, busy=False, kept=True))
+        async def meanwhile(connection: Connection, statement: bytes, values: Any = None) -> Any:
+            if statement == NAMESPACE.sql(feed_numbers.ASSIGN_NUMBERS) and not others:
+                others.append(Numbering(0, complete=False, busy=False, enabled=True))
                 others.append(await number(here))
             return await genuine(connection, statement, values)
 
-        monkeypatch.setattr(feed, "one", meanwhile)
+        monkeypatch.setattr(feed_numbers, "fetch", meanwhile)
         async with here.database.autocommit() as connection:
-            assert (await feed.Numbers().give(connection, NAMESPACE)).number == 1
+            assert (await Numberer().step(connection, NAMESPACE)).last_number == 1
         assert others[1].busy
 
 
-async def number(here: EngineHarness, numbers: feed.Numbers | None = None) -> feed.Given:
+async def number(here: EngineHarness, numbers: Numberer | None = None) -> Numbering:
     async with here.database.connection() as connection:
-        return await (numbers or feed.Numbers()).give(connection, NAMESPACE)
+        return await (numbers or Numberer()).step(connection, NAMESPACE)
 
 
 async def test_what_takes_several_transactions_to_number_keeps_the_order_of_each_run(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change that commits between two steps, below what was numbered, and one that follows it above."""
-    monkeypatch.setattr(feed, "NUMBER", feed.NUMBER.replace(str(feed.AT_ONCE), "2"))
-    monkeypatch.setattr(feed, "AT_ONCE", 2)
+    monkeypatch.setattr(
+        feed_numbers, "ASSIGN_NUMBERS", feed_numbers.ASSIGN_NUMBERS.replace(str(feed_numbers.NUMBERED_AT_ONCE), "2")
+    )
+    monkeypatch.setattr(feed_numbers, "NUMBERED_AT_ONCE", 2)
     async with engine_harness(address, declare()) as here:
-        one, numbers = await here.instance("one"), feed.Numbers()
+        one, numbers = await here.instance("one"), Numberer()
         order = prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
             (early,) = await insert(slow, NAMESPACE, [order], "code")
             for _ in range(5):
                 await here.trigger(Order("tick"))
-            assert await number(here, numbers) == feed.Given(2, complete=False, busy=False, kept=True)
+            assert await number(here, numbers) == Numbering(2, complete=False, busy=False, enabled=True)
         assert early.id in {run.run_id for run in await one.claim()}
         while not (given := await number(here, numbers)).complete:
             pass
-        assert given.number == 5, "the round numbers nothing that came after it began"
+        assert given.last_number == 5, "the round numbers nothing that came after it began"
         while not (given := await number(here, numbers)).complete:
             pass
-        assert given.number == 12
+        assert given.last_number == 12
         found = await changes(here)
         assert states(found, early.id) == [(1, "pending", 0), (2, "running", 1)]
 
 
-async def prune(here: EngineHarness, pruner: feed.Pruner | None = None) -> None:
-    pruner = pruner or feed.Pruner()
+async def prune(here: EngineHarness, pruner: FeedPruner | None = None) -> None:
+    pruner = pruner or FeedPruner()
     async with here.database.autocommit() as connection:
         while await pruner.step(connection, NAMESPACE):
             pass
@@ -177,9 +182,9 @@ async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_c
         await here.sql(AGE)
         await prune(here)
         await here.trigger(Order("tick"))
-        assert (await number(here)).number == 8
+        assert (await number(here)).last_number == 8
         async with here.database.connection() as connection:
-            unread, news = await feed.read(connection, NAMESPACE, 1)
+            unread, news = await read_batches(connection, NAMESPACE, 1)
         assert (unread.first, unread.seq, unread.after(1), unread.missing(1)) == (2, 7, [], 7)
         assert (news.first, news.missing(7)) == (8, 7)
 
@@ -197,11 +202,13 @@ async def test_numbering_reads_no_more_rows_than_it_numbers_whatever_the_planner
         await here.sql("ANALYZE feed")
         await here.sql(rows.format(first="NULL", begin=20001, end=40000))
         async with here.database.connection() as connection:
-            await connection.execute(NAMESPACE.sql(feed.TURN))
-            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(feed.NUMBER)
-            ((plan,),) = await (await connection.execute(explain, {"after": 0, "top": feed.ALL})).fetchall()
+            await connection.execute(NAMESPACE.sql(feed_numbers.TRY_LOCK))
+            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(feed_numbers.ASSIGN_NUMBERS)
+            ((plan,),) = await (
+                await connection.execute(explain, {"after": 0, "top": feed_numbers.HIGHEST_ID})
+            ).fetchall()
         read = max(node["Actual Rows"] * node["Actual Loops"] for node in nodes(plan[0]["Plan"]))
-        assert read <= feed.AT_ONCE
+        assert read <= feed_numbers.NUMBERED_AT_ONCE
 
 
 def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -213,14 +220,14 @@ def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 async def test_a_feed_that_ends_with_a_full_batch_of_old_rows_is_pruned(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "OLD", feed.OLD.replace(str(feed.PRUNED_AT_ONCE), "2"))
-    monkeypatch.setattr(feed, "PRUNED_AT_ONCE", 2)
+    monkeypatch.setattr(feed_pruner, "FIND_OLD", feed_pruner.FIND_OLD.replace(str(feed_pruner.PRUNED_AT_ONCE), "2"))
+    monkeypatch.setattr(feed_pruner, "PRUNED_AT_ONCE", 2)
     async with engine_harness(address, declare()) as here:
         for _ in range(4):
             await here.trigger(Order("tick"))
-        assert (await number(here)).number == 4
+        assert (await number(here)).last_number == 4
         await here.sql(AGE)
-        pruner = feed.Pruner()
+        pruner = FeedPruner()
         for _ in range(3):
             await prune(here, pruner)
             assert await here.sql("SELECT first FROM feed") == [(4,)]
@@ -229,10 +236,10 @@ async def test_a_feed_that_ends_with_a_full_batch_of_old_rows_is_pruned(
 async def test_a_feed_that_was_never_read_is_pruned_and_its_numbers_are_taken(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "OLD", feed.OLD.replace(str(feed.PRUNED_AT_ONCE), "2"))
-    monkeypatch.setattr(feed, "PRUNED_AT_ONCE", 2)
+    monkeypatch.setattr(feed_pruner, "FIND_OLD", feed_pruner.FIND_OLD.replace(str(feed_pruner.PRUNED_AT_ONCE), "2"))
+    monkeypatch.setattr(feed_pruner, "PRUNED_AT_ONCE", 2)
     async with engine_harness(address, declare()) as here:
-        pruner = feed.Pruner()
+        pruner = FeedPruner()
         for _ in range(5):
             await here.trigger(Order("tick"))
         await here.sql(AGE)
@@ -249,12 +256,12 @@ async def test_a_feed_that_was_never_read_is_pruned_and_its_numbers_are_taken(
         await prune(here, pruner)
         assert await here.sql("SELECT first, many FROM feed") == [(6, 1)]
         await here.trigger(Order("tick"))
-        assert (await number(here)).number == 7
+        assert (await number(here)).last_number == 7
 
 
 async def test_a_row_that_commits_late_is_pruned_although_later_ones_are_gone(address: str) -> None:
     async with engine_harness(address, declare()) as here:
-        pruner, order = feed.Pruner(), prepare(here.catalogue, Order("tick"))
+        pruner, order = FeedPruner(), prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
             for _ in range(3):
@@ -273,7 +280,7 @@ async def test_a_row_that_commits_late_is_pruned_although_later_ones_are_gone(ad
 
 async def test_pruning_begins_above_what_is_gone_and_leaves_nothing_behind(address: str) -> None:
     async with engine_harness(address, declare()) as here:
-        pruner = feed.Pruner()
+        pruner = FeedPruner()
         for _ in range(3):
             await here.trigger(Order("tick"), Order("tick"))
             await number(here)
@@ -288,9 +295,9 @@ async def test_pruning_waits_for_nobody(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         await here.sql(AGE)
-        pruner = feed.Pruner()
+        pruner = FeedPruner()
         async with here.database.connection() as reader, here.database.autocommit() as connection:
-            await reader.execute(NAMESPACE.sql(feed.TURN))
+            await reader.execute(NAMESPACE.sql(feed_numbers.TRY_LOCK))
             assert await pruner.step(connection, NAMESPACE)
             assert len(await here.sql("SELECT 1 FROM feed WHERE first IS NULL")) == 1
         await prune(here, pruner)
@@ -300,11 +307,11 @@ async def test_pruning_waits_for_nobody(address: str) -> None:
 async def test_a_change_that_is_very_late_is_found_and_comes_before_what_came_of_it(address: str) -> None:
     """Numbers are only looked for above a floor; it does not pass what a transaction that is still open may have."""
     async with engine_harness(address, declare()) as here:
-        order, numbers = prepare(here.catalogue, Order("tick")), feed.Numbers()
+        order, numbers = prepare(here.catalogue, Order("tick")), Numberer()
         one = await here.instance("one")
 
         async def give() -> int:
-            return (await number(here, numbers)).number
+            return (await number(here, numbers)).last_number
 
         for last in range(1, 4):
             await here.trigger(Order("tick"))
@@ -333,26 +340,26 @@ async def test_what_was_numbered_in_a_transaction_that_failed_is_numbered_again(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with engine_harness(address, declare()) as here:
-        order, numbers = prepare(here.catalogue, Order("tick")), feed.Numbers()
+        order, numbers = prepare(here.catalogue, Order("tick")), Numberer()
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
             await here.trigger(Order("tick"))
-            assert (await number(here, numbers)).number == 1
+            assert (await number(here, numbers)).last_number == 1
         # It finds the late one, below what was numbered already, and then it fails.
-        genuine = feed.one
+        genuine = fetch
 
-        async def fail(connection: Connection, statement: bytes, values: Any = None) -> tuple[Any, ...]:
+        async def fail(connection: Connection, statement: bytes, values: Any = None) -> Any:
             found = await genuine(connection, statement, values)
-            if statement == NAMESPACE.sql(feed.NUMBER):
-                assert found[0] == 2
+            if statement == NAMESPACE.sql(feed_numbers.ASSIGN_NUMBERS):
+                assert found[0][0] == 2
                 raise psycopg.OperationalError("the connection broke under the answer")
             return found
 
         with monkeypatch.context() as patch, pytest.raises(psycopg.OperationalError):
-            patch.setattr(feed, "one", fail)
+            patch.setattr(feed_numbers, "fetch", fail)
             await number(here, numbers)
         for _ in range(3):
-            assert (await number(here, numbers)).number == 2
+            assert (await number(here, numbers)).last_number == 2
         assert len(await changes(here)) == 2
 
 

@@ -12,9 +12,10 @@ from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.errors import RunUnknown
 from app.fleet.http import events as http_events
 from app.fleet.runs import feed
-from app.fleet.stream import channel
-from app.fleet.stream.channel import Turns
-from app.fleet.stream.hub import Joint
+from app.fleet.runs.feed_numbers import TRY_LOCK, Numberer, Numbering
+from app.fleet.stream import pacer
+from app.fleet.stream.pacer import Pacer
+from app.fleet.stream.shared_read import SharedRead
 from tests.integration.test_feed import collect as collect_feed
 from tests.integration.test_run_streams import collect
 from tests.support.runs import LocalInstance, local_instance, soon
@@ -48,7 +49,7 @@ def counted(owner: object, name: str) -> Iterator[list[tuple[Any, ...]]]:
 def most_borrowed(here: LocalInstance) -> Iterator[list[int]]:
     """Keep how many connections the hub has at once."""
     hub = here.running.context.stream.hub
-    genuine, now, most = hub._database.autocommit, 0, [0]
+    genuine, now, most = hub._reader._database.autocommit, 0, [0]
 
     @asynccontextmanager
     async def borrow() -> AsyncIterator[Any]:
@@ -62,11 +63,11 @@ def most_borrowed(here: LocalInstance) -> Iterator[list[int]]:
             now -= 1
 
     class Counting:
-        namespace = hub._database.namespace
+        namespace = hub._reader._database.namespace
         autocommit = staticmethod(borrow)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "_database", Counting())
+        patch.setattr(hub._reader, "_database", Counting())
         yield most
 
 
@@ -74,7 +75,7 @@ async def test_very_many_clients_open_the_feed_at_once_and_neither_they_nor_writ
     async with local_instance(address, stream_age=1.0) as here:
         client, hub = here.running.client, here.running.context.stream.hub
         before = (await here.run("echo")).id
-        with most_borrowed(here) as most, counted(hub._beginning_feed, "_read") as reads:
+        with most_borrowed(here) as most, counted(hub._reader.feed_starts, "_read") as reads:
             streams = [asyncio.create_task(client.get("/events?action=echo")) for _ in range(MANY)]
             writers = [asyncio.create_task(client.post("/actions/echo/runs", json={})) for _ in range(150)]
             assert {answer.status_code for answer in await asyncio.gather(*writers)} == {202}
@@ -95,20 +96,20 @@ async def test_clients_that_open_runs_at_once_share_statements(here: LocalInstan
     run_ids = await here.trigger_all([Order("noop")] * 60)
     for run_id in run_ids:
         await here.ended(run_id)
-    with most_borrowed(here) as most, counted(hub._beginning, "_read") as reads:
+    with most_borrowed(here) as most, counted(hub._reader.first_pages, "_read") as reads:
         followers = [asyncio.create_task(collect(here, run_ids[place % 60])) for place in range(600)]
         stories = await asyncio.gather(*followers)
     assert {len(story) for story in stories} == {3}
     assert len(reads) == 2, "fifty runs in each"
     assert most[0] <= 2
     assert hub.followed == 0
-    assert hub._kept_together == 0
+    assert hub._total_weight == 0
 
 
 async def test_clients_of_one_run_that_begin_at_different_events_share_a_read(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run = await here.run("speak")
-    with counted(hub._beginning, "_read") as reads:
+    with counted(hub._reader.first_pages, "_read") as reads:
         stories = await asyncio.gather(*(collect(here, run.id, after) for after in (4, 0, 6, 2)))
     assert [[event.seq for event in story] for story in stories] == [[5, 6], [1, 2, 3, 4, 5, 6], [], [3, 4, 5, 6]]
     assert len(reads) == 1
@@ -126,7 +127,7 @@ async def test_clients_that_come_back_with_the_same_number_share_what_they_read(
             return await collect_feed(follower, 3, 9)
 
     together = asyncio.Barrier(50)
-    with counted(feed, "read") as reads:
+    with counted(feed, "read_batches") as reads:
         stories = await asyncio.gather(*(come_back() for _ in range(50)))
     assert all(story == stories[0] for story in stories)
     assert len([given for given in reads if given[2] == 3]) == 1
@@ -155,29 +156,29 @@ async def test_a_read_that_fails_is_the_answer_to_all_who_share_it_and_the_next_
             raise psycopg.OperationalError("the connection broke")
         return {each: f"answer to {each}" for each in these if each != 3}
 
-    joint = Joint(read, 2)
-    answers = await asyncio.gather(*(joint.ask(each) for each in (1, 1, 2, 3)), return_exceptions=True)
+    shared = SharedRead(read, 2)
+    answers = await asyncio.gather(*(shared.get(each) for each in (1, 1, 2, 3)), return_exceptions=True)
     assert [type(answer) for answer in answers[:3]] == [psycopg.OperationalError] * 3
     assert answers[3] is None
     assert asked == [[1, 2], [3]]
-    assert await joint.ask(1) == "answer to 1"
-    assert joint._task is None
-    await joint.stop()
+    assert await shared.get(1) == "answer to 1"
+    assert shared._task is None
+    await shared.stop()
 
 
 async def test_the_same_number_given_twice_is_tried_again_and_not_answered_with_an_error(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with local_instance(address, stream_age=0.2) as here:
-        genuine, failed = feed.Numbers.give, list[bool]()
+        genuine, failed = Numberer.step, list[bool]()
 
-        async def give(*given: Any) -> feed.Given:
+        async def step(*given: Any) -> Numbering:
             if not failed:
                 failed.append(True)
                 raise psycopg.errors.UniqueViolation("feed_first")
             return await genuine(*given)
 
-        monkeypatch.setattr(feed.Numbers, "give", give)
+        monkeypatch.setattr(Numberer, "step", step)
         assert (await here.running.client.get("/events")).status_code == 200
         assert failed
 
@@ -189,7 +190,7 @@ async def test_while_another_session_gives_numbers_runs_are_followed_and_the_fee
     async with hub.follow_feed(0) as follower:
         assert len(await collect_feed(follower, 0, 3)) == 3
         async with database.connection() as frozen:
-            await frozen.execute(database.namespace.sql(feed.TURN))
+            await frozen.execute(database.namespace.sql(TRY_LOCK))
             run = await here.run("noop")
             assert len(await collect(here, run.id)) == 3
             opening = asyncio.create_task(here.running.client.get("/events", headers={"Last-Event-ID": "999"}))
@@ -234,11 +235,11 @@ async def test_an_event_is_encoded_once_for_all_clients(here: LocalInstance, mon
 
 
 async def test_a_few_clients_are_served_in_each_turn_of_the_event_loop_in_their_order() -> None:
-    turns, served = Turns(), list[int]()
+    fair, served = Pacer(), list[int]()
 
     async def client(number: int) -> None:
         for _ in range(3):
-            await turns.turn()
+            await fair.wait()
             served.append(number)
 
     clients = [asyncio.create_task(client(number)) for number in range(100)]
@@ -246,23 +247,23 @@ async def test_a_few_clients_are_served_in_each_turn_of_the_event_loop_in_their_
     while not all(each.done() for each in clients):
         await asyncio.sleep(0)
         most, before = max(most, len(served) - before), len(served)
-    assert most == channel.PER_TURN
+    assert most == pacer.RESUMED_PER_ITERATION
     assert served == list(range(100)) * 3
 
 
 async def test_clients_let_something_else_go_first_for_some_turns_and_not_for_ever() -> None:
     busy = [True] * 3
-    turns = Turns(2, lambda: bool(busy) and busy.pop())
-    clients = [asyncio.create_task(turns.turn()) for _ in range(4)]
+    fair = Pacer(2, lambda: bool(busy) and busy.pop())
+    clients = [asyncio.create_task(fair.wait()) for _ in range(4)]
     served = []
     for _ in range(7):
         await asyncio.sleep(0)
         served.append(sum(each.done() for each in clients))
     assert served == [0, 0, 0, 0, 0, 2, 4]
 
-    turns = Turns(2, lambda: True)
-    client = asyncio.create_task(turns.turn())
-    for _ in range(channel.PATIENCE + 3):
+    fair = Pacer(2, lambda: True)
+    client = asyncio.create_task(fair.wait())
+    for _ in range(pacer.MAX_DEFERRALS + 3):
         assert not client.done()
         await asyncio.sleep(0)
     assert client.done()
@@ -272,7 +273,7 @@ async def test_what_all_followed_runs_keep_in_memory_is_bounded_and_nobody_misse
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 300_000
-    monkeypatch.setattr("app.fleet.stream.hub.KEPT_TOGETHER", most)
+    monkeypatch.setattr("app.fleet.stream.hub.MAX_RUNS_WEIGHT", most)
     hub = here.running.context.stream.hub
     run_ids = [await here.trigger("chatter", {"count": 40, "pause": 0.0, "padding": 2000}) for _ in range(6)]
 
@@ -283,7 +284,7 @@ async def test_what_all_followed_runs_keep_in_memory_is_bounded_and_nobody_misse
         async with hub.follow(run_id) as follower:
             while not follower.ended:
                 seen += len(await follower.more(1))
-                assert sum(each.weight for each in hub._kept) == hub._kept_together <= most
+                assert sum(each.weight for each in hub._weights) == hub._total_weight <= most
             again = await collect(here, run_id)
             assert [event.seq for event in again] == list(range(1, seen + 1))
             # All stay until the last one is here, with what their channels keep.
@@ -291,5 +292,5 @@ async def test_what_all_followed_runs_keep_in_memory_is_bounded_and_nobody_misse
         return seen
 
     assert await asyncio.gather(*(watched(run_id) for run_id in run_ids)) == [43] * 6
-    assert hub._kept == {}
-    assert hub._kept_together == 0
+    assert hub._weights == {}
+    assert hub._total_weight == 0

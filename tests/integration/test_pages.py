@@ -10,7 +10,7 @@ import pytest
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.http.runs import PAGE_MOST
-from app.fleet.runs.pages import EXTRACT, NEWEST, WHOLE_MOST, page_sql
+from app.fleet.runs.pages import EXTRACT, MAX_WHOLE, NEWEST, page_sql
 from app.fleet.runs.records import ENDED, State
 from tests.integration.test_actions_http import RUN, get, post
 from tests.support.runs import LocalInstance, local_instance
@@ -30,7 +30,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 async def test_a_list_has_what_is_short_whole_and_the_beginning_of_what_is_long(here: LocalInstance) -> None:
     text = '{"text":"%s"}'
-    longest = "x" * (WHOLE_MOST - len(text % ""))
+    longest = "x" * (MAX_WHOLE - len(text % ""))
     short = (await post(here, "/actions/echo/runs", {"payload": {"text": longest}}, 202)).json()
     long = (await post(here, "/actions/echo/runs", {"payload": {"text": longest + "x"}}, 202)).json()
     newest, older = (await get(here, "/runs"))["items"]

@@ -18,8 +18,8 @@ from app.fleet.http.edge.auth import make_key
 from app.fleet.http.events import Age
 from app.fleet.http.events import told as told_over_http
 from app.fleet.runs import records
-from app.fleet.runs.events import HEAVY, Event, EventPage, StoredEvent, append, read_all
-from app.fleet.stream.channel import KEPT_WEIGHT
+from app.fleet.runs.events import PAGE_BYTES, Event, EventPage, StoredEvent, append, read_pages
+from app.fleet.stream.channel import MAX_WEIGHT
 from app.fleet.stream.relay import SPACING
 from tests.integration.test_edge import is_problem
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
@@ -38,7 +38,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 async def told(here: LocalInstance | EngineHarness, run_id: int, after: int = 0) -> list[StoredEvent]:
     database = here.running.context.database if isinstance(here, LocalInstance) else here.database
     async with database.connection() as connection:
-        events = (await read_all(connection, NAMESPACE, {run_id: after}))[run_id].events
+        events = (await read_pages(connection, NAMESPACE, {run_id: after}))[run_id].events
     assert [event.seq for event in events] == list(range(after + 1, after + 1 + len(events)))
     return events
 
@@ -146,14 +146,14 @@ async def test_who_comes_when_somebody_follows_already_asks_nothing(here: LocalI
     async with hub.follow(run_id) as first:
         while first.seq < 2:
             await first.more()
-        page = hub._chapters
+        page = hub._reader.event_pages
         asked: list[dict[int, int]] = []
 
         async def counted(wanted: dict[int, int]) -> Any:
             asked.append(dict(wanted))
             return await page(wanted)
 
-        hub._chapters = counted  # type: ignore[method-assign,assignment]
+        hub._reader.event_pages = counted  # type: ignore[method-assign,assignment]
         for after in (0, 1, 2):
             async with hub.follow(run_id, after) as late:
                 known = await late.more(0.01)
@@ -166,7 +166,7 @@ async def test_who_comes_when_somebody_follows_already_asks_nothing(here: LocalI
 async def test_who_comes_late_reads_from_the_database_what_is_not_kept_any_more(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
+    monkeypatch.setattr("app.fleet.stream.channel.MAX_ITEMS", 10)
     run_id = await here.trigger("chatter", {"count": 700, "pause": 0.0})
     async with here.running.context.stream.hub.follow(run_id) as early:
         while not early.ended:
@@ -178,7 +178,7 @@ async def test_who_comes_late_reads_from_the_database_what_is_not_kept_any_more(
 async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_nothing(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
+    monkeypatch.setattr("app.fleet.stream.channel.MAX_ITEMS", 10)
     run_id = await here.trigger("nap", {"seconds": 600})
     attempt = await here.attempt(run_id)
     hub = here.running.context.stream.hub
@@ -215,25 +215,25 @@ async def test_heavy_events_are_read_a_few_at_a_time_and_not_kept(here: LocalIns
         while not follower.ended:
             events = await follower.more()
             most = max(most, sum(event.weight for event in events))
-            assert sum(event.weight for event in hub._runs[run_id].last) <= KEPT_WEIGHT + EVENT_MOST
+            assert sum(event.weight for event in hub._runs[run_id].items) <= MAX_WEIGHT + EVENT_MOST
         assert follower.seq == 63
-    assert most <= KEPT_WEIGHT + EVENT_MOST
-    chapter = (await hub._chapters({run_id: 0}))[run_id]
-    assert sum(len(event.text or "") for event in chapter.events) <= HEAVY + EVENT_MOST
-    assert chapter.total == 63
-    assert [event.seq for event in chapter.events] == list(range(1, len(chapter.events) + 1))
+    assert most <= MAX_WEIGHT + EVENT_MOST
+    page = (await hub._reader.event_pages({run_id: 0}))[run_id]
+    assert sum(len(event.text or "") for event in page.events) <= PAGE_BYTES + EVENT_MOST
+    assert page.total == 63
+    assert [event.seq for event in page.events] == list(range(1, len(page.events) + 1))
 
 
 async def test_who_catches_up_while_the_database_is_away_waits_for_it(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.fleet.stream.channel.KEPT", 10)
+    monkeypatch.setattr("app.fleet.stream.channel.MAX_ITEMS", 10)
     run_id = await here.trigger("chatter", {"count": 100, "pause": 0.0})
     hub = here.running.context.stream.hub
     async with hub.follow(run_id) as early, hub.follow(run_id) as late:
         while not early.ended:
             await early.more()
-        genuine, away = hub._chapters, [True, True]
+        genuine, away = hub._reader.event_pages, [True, True]
 
         async def broken(*given: Any) -> Any:
             if away:
@@ -241,7 +241,7 @@ async def test_who_catches_up_while_the_database_is_away_waits_for_it(
                 raise psycopg.OperationalError("the connection broke")
             return await genuine(*given)
 
-        monkeypatch.setattr(hub, "_chapters", broken)
+        monkeypatch.setattr(hub._reader, "event_pages", broken)
         said = b"".join([chunk async for chunk in told_over_http(late, run_id, Age(here.running.context))])
     assert not away
     ids = [message.id for message in messages(said.decode().splitlines()) if message.id]
@@ -289,7 +289,7 @@ async def test_a_run_that_is_forgotten_meanwhile_ends_its_streams(here: LocalIns
         assert len(await follower.more()) == 1
         await here.sql("DELETE FROM runs WHERE id = %s RETURNING 1", run_id)
         assert await follower.more(20) == []
-        assert follower.forgotten
+        assert follower.pruned
 
 
 async def test_nobody_is_notified_of_events_that_nobody_follows(here: LocalInstance) -> None:
@@ -305,7 +305,7 @@ async def test_nobody_is_notified_of_events_that_nobody_follows(here: LocalInsta
 async def test_without_any_poll_everything_comes_with_the_notifications(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.fleet.stream.hub.POLL", 1e6)
+    monkeypatch.setattr("app.fleet.stream.hub.POLL_INTERVAL", 1e6)
     async with local_instance(address) as here:
         run_id = await here.trigger("fail")
         assert states(await collect(here, run_id))[-1] == ("failed", 3)
@@ -316,17 +316,17 @@ async def test_without_any_poll_everything_comes_with_the_notifications(
 async def test_without_any_notification_everything_comes_with_the_poll(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here.running.context.stream.relay, "tell", lambda *_: None)
-    monkeypatch.setattr(here.running.context.stream.hub, "look_at_actions", lambda _: None)
+    monkeypatch.setattr(here.running.context.stream.relay, "notify", lambda *_: None)
+    monkeypatch.setattr(here.running.context.stream.hub, "on_pending", lambda _: None)
     run_id = await here.trigger("nap", {"seconds": 0.3})
     assert states(await collect(here, run_id))[-1] == ("succeeded", 1)
 
 
 async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.fleet.stream.hub.POLL", 1e6)
+    monkeypatch.setattr("app.fleet.stream.hub.POLL_INTERVAL", 1e6)
     async with local_instance(address) as here:
-        monkeypatch.setattr(here.running.context.stream.relay, "tell", lambda *_: None)
-        monkeypatch.setattr(here.running.context.stream.hub, "look_at_actions", lambda _: None)
+        monkeypatch.setattr(here.running.context.stream.relay, "notify", lambda *_: None)
+        monkeypatch.setattr(here.running.context.stream.hub, "on_pending", lambda _: None)
         run_id = await here.trigger("nap", {"seconds": 600})
         await here.attempt(run_id)
         events: list[StoredEvent] = []
@@ -452,14 +452,14 @@ async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
         active = await here.sql("SELECT pid FROM pg_stat_activity WHERE query LIKE '%pg_sleep(1)' AND state = 'active'")
         return active == [(pid,) for pid in pids] != []
 
-    async def chapters(_: object) -> dict[int, EventPage]:
+    async def pages(_: object) -> dict[int, EventPage]:
         async with database.autocommit() as connection:
             pids.append(connection.info.backend_pid)
             await connection.execute("SELECT pg_sleep(1)")
         return {}
 
-    monkeypatch.setattr(hub, "_chapters", chapters)
-    page = hub._patiently(lambda after: hub._catching_up.ask((17, after)))
+    monkeypatch.setattr(hub._reader, "event_pages", pages)
+    page = hub._reader.older_events(17)
     reading = asyncio.ensure_future(page(0))
     await soon(reads)
     # As the framework does it to a stream whose client left: again each time the event loop goes round.

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from app.fleet.engine.actions.action import PRIORITIES
-from app.fleet.runs.notifications import PLACES, parse_notification
+from app.fleet.runs.notifications import QUEUES_PER_NOTIFICATION, parse_notification
 
 
 def test_each_place_is_heard_with_its_instant_to_the_microsecond() -> None:
@@ -17,4 +17,4 @@ def test_each_place_is_heard_with_its_instant_to_the_microsecond() -> None:
 
 def test_as_many_places_as_are_told_at_once_fit_into_a_notification() -> None:
     longest = f"{2**28}:{PRIORITIES[0]}:{253402300799999999},"
-    assert len("runs:") + PLACES * len(longest) < 8000
+    assert len("runs:") + QUEUES_PER_NOTIFICATION * len(longest) < 8000

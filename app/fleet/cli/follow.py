@@ -21,8 +21,9 @@ from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import admin
 from app.fleet.errors import DatabaseUnreachable, FeedOff, RunUnknown
 from app.fleet.runs import feed
-from app.fleet.runs.events import STATE, StoredEvent, read_all
+from app.fleet.runs.events import STATE, StoredEvent, read_pages
 from app.fleet.runs.feed import Change
+from app.fleet.runs.feed_numbers import Numberer
 from app.fleet.runs.records import RunRecord, find, find_all
 from app.fleet.settings import FleetSettings
 
@@ -113,16 +114,16 @@ class OneRun(Following):
             self._reader.begin(await find(connection, namespace, self._run_id))
             self.begun = True
         while True:
-            chapter = (await read_all(connection, namespace, {self._run_id: self._seq})).get(self._run_id)
-            if chapter is None:
+            page = (await read_pages(connection, namespace, {self._run_id: self._seq})).get(self._run_id)
+            if page is None:
                 raise RunUnknown(f"run {self._run_id} was forgotten meanwhile")
-            for event in chapter.events:
+            for event in page.events:
                 self._reader.event(event)
                 self._seq = event.seq
                 if event.kind == STATE:
                     self._state = event.data["state"]
-            if self._seq >= chapter.total:
-                if chapter.ended:
+            if self._seq >= page.total:
+                if page.ended:
                     return self._state
                 await asyncio.sleep(EVERY)
 
@@ -239,7 +240,7 @@ class Everything(Following):
         self._states = states
         self._as_json = as_json
         self._names: dict[int, str] = {}
-        self._numbers = feed.Numbers()
+        self._numberer = Numberer()
         self._number = 0
 
     async def for_ever(self, settings: FleetSettings) -> NoReturn:
@@ -250,17 +251,17 @@ class Everything(Following):
         if not self.begun:
             if self._action is not None:
                 await admin.id_of(connection, namespace, self._action)
-            given = await self._numbers.give(connection, namespace)
-            while given.kept and not given.complete:
-                await asyncio.sleep(EVERY if given.busy else 0)
-                given = await self._numbers.give(connection, namespace)
-            if not given.kept:
+            numbering = await self._numberer.step(connection, namespace)
+            while numbering.enabled and not numbering.complete:
+                await asyncio.sleep(EVERY if numbering.busy else 0)
+                numbering = await self._numberer.step(connection, namespace)
+            if not numbering.enabled:
                 raise FeedOff("the feed is switched off: FLOTILLA_FEED_RETENTION is 0")
-            self._number = given.number
+            self._number = numbering.last_number
             self.begun = True
         while True:
-            await self._numbers.give(connection, namespace)
-            batches = await feed.read(connection, namespace, self._number)
+            await self._numberer.step(connection, namespace)
+            batches = await feed.read_batches(connection, namespace, self._number)
             for batch in batches:
                 if (until := batch.missing(self._number)) > self._number:
                     warn(f"{until - self._number} changes were missed: they are not kept for that long")
@@ -271,7 +272,7 @@ class Everything(Following):
 
     async def _tell(self, connection: Connection, namespace: Namespace, changes: Sequence[Change]) -> None:
         if not self._names.keys() >= {change.action_id for change in changes}:
-            self._names = await feed.names(connection, namespace)
+            self._names = await feed.action_names(connection, namespace)
         wanted = [
             change
             for change in changes

@@ -101,7 +101,7 @@ class Engine:
     async def _synchronise(self) -> None:
         async with self._database.connection() as connection:
             await synchronise(connection, self._database.namespace, self.catalogue)
-            await feed.keep(connection, self._database.namespace, self._feed_retention)
+            await feed.set_retention(connection, self._database.namespace, self._feed_retention)
             # Now and not at the reconciler's first look: an instance that is ready stands by.
             if (me := self._member.identity) is not None:
                 await announce(connection, self._database.namespace, me.id, self.catalogue.ids)
@@ -135,7 +135,7 @@ class Engine:
         if others:
             asyncio.get_running_loop().call_later(LATER, self._still_wait, others)
         # Some of them may wait again.
-        self._hub.look_at_actions(action_id for action_id, _, _ in places)
+        self._hub.on_pending(action_id for action_id, _, _ in places)
 
     def _still_wait(self, places: Sequence[Told]) -> None:
         """Look at the others' parts too: whoever they belong to may be busy, or gone."""

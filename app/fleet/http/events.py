@@ -18,7 +18,7 @@ and miss nothing: the instance drains (the edge ends it), the stream is old (`ST
 what comes. The connection of a client that reads nothing at all is cut (by the edge, too).
 
 An event is encoded once for all clients, by the first that needs it, and sent in pieces of about `PIECE` bytes. A
-client waits for its turn before each piece (`Turns`), so that the event loop serves other requests between a few of
+client waits for its turn before each piece (`Pacer`), so that the event loop serves other requests between a few of
 them. Before a stream opens, it has waited for a turn too (at the edge), behind connections that are still to be
 accepted. What a client has not read is in the connection's buffers and the piece being sent, and nowhere else in
 memory.
@@ -46,8 +46,9 @@ from app.fleet.http.edge.problems import HttpError, Unavailable
 from app.fleet.http.runs import RunId, number_of, states_of
 from app.fleet.runs.events import DONE, STATE, StoredEvent
 from app.fleet.runs.feed import Batch
-from app.fleet.stream.channel import Following, Turns
+from app.fleet.stream.channel import Follower
 from app.fleet.stream.hub import Hub
+from app.fleet.stream.pacer import Pacer
 
 router = APIRouter(tags=["events"], dependencies=[Depends(needs())])
 
@@ -100,15 +101,15 @@ async def place(request: Request, context: InContext) -> AsyncIterator[None]:
 class EventStream(EventSourceResponse):
     """The framework's, written to directly: a generator of the framework's own costs two tasks more for each client."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], turns: Turns) -> None:
-        super().__init__(in_turn(pieces, turns), headers={"x-accel-buffering": "no"})
+    def __init__(self, pieces: AsyncIterator[bytes], pacer: Pacer) -> None:
+        super().__init__(in_turn(pieces, pacer), headers={"x-accel-buffering": "no"})
 
 
-async def in_turn(pieces: AsyncIterator[bytes], turns: Turns) -> AsyncIterator[bytes]:
+async def in_turn(pieces: AsyncIterator[bytes], pacer: Pacer) -> AsyncIterator[bytes]:
     """Wait for this client's turn after each piece."""
     async for piece in pieces:
         yield piece
-        await turns.turn()
+        await pacer.wait()
 
 
 class Age:
@@ -131,20 +132,20 @@ class Age:
 # -- a run's ----------------------------------------------------------------------------------------------------------
 
 
-async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> AsyncIterator[Following[StoredEvent]]:
+async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> AsyncIterator[Follower[StoredEvent]]:
     async with context.stream.hub.follow(number_of(run_id), after_of(seen, digits=9) or 0) as follower:
         yield follower
 
 
 @router.get("/runs/{id}/events", dependencies=[Depends(place)], **STREAM)
 async def follow_run(
-    follower: Annotated[Following[StoredEvent], Depends(run_follower)], context: InContext, run_id: RunId
+    follower: Annotated[Follower[StoredEvent], Depends(run_follower)], context: InContext, run_id: RunId
 ) -> EventStream:
     """Follow a run: everything that became of it, then whatever becomes of it, until it ends."""
-    return EventStream(told(follower, number_of(run_id), Age(context)), context.stream.hub.turns)
+    return EventStream(told(follower, number_of(run_id), Age(context)), context.stream.hub.pacer)
 
 
-async def told(follower: Following[StoredEvent], run_id: int, age: Age) -> AsyncIterator[bytes]:
+async def told(follower: Follower[StoredEvent], run_id: int, age: Age) -> AsyncIterator[bytes]:
     while not follower.ended:
         events = await follower.more(age.patience)
         if events:
@@ -158,7 +159,7 @@ async def told(follower: Following[StoredEvent], run_id: int, age: Age) -> Async
         if age.is_over and not follower.ended:
             yield come_back("this stream is old")
             return
-    if follower.forgotten:
+    if follower.pruned:
         yield come_back("the run was forgotten")
     else:
         yield in_words(None, DONE, as_json({"run": run_id}))
@@ -179,7 +180,7 @@ async def wanted_actions(
 ) -> set[int]:
     wanted = set()
     for name in action or ():
-        if (identifier := await context.stream.hub.id_of(name)) is None:
+        if (identifier := await context.stream.hub.action_id(name)) is None:
             raise admin.unknown(name)
         wanted.add(identifier)
     return wanted
@@ -191,7 +192,7 @@ async def wanted_states(
     return set(states_of(state or ()))
 
 
-async def feed_follower(context: InContext, seen: LastSeen) -> AsyncIterator[Following[Batch]]:
+async def feed_follower(context: InContext, seen: LastSeen) -> AsyncIterator[Follower[Batch]]:
     async with context.stream.hub.follow_feed(after_of(seen, digits=18)) as follower:
         yield follower
 
@@ -200,12 +201,12 @@ async def feed_follower(context: InContext, seen: LastSeen) -> AsyncIterator[Fol
 async def follow_feed(
     actions: Annotated[set[int], Depends(wanted_actions)],
     states: Annotated[set[str], Depends(wanted_states)],
-    follower: Annotated[Following[Batch], Depends(feed_follower)],
+    follower: Annotated[Follower[Batch], Depends(feed_follower)],
     context: InContext,
 ) -> EventStream:
     """Follow the cluster: every change of state of every run, from now on."""
     hub = context.stream.hub
-    return EventStream(told_of_all(follower, Wanted(actions, states, hub), Age(context)), hub.turns)
+    return EventStream(told_of_all(follower, Wanted(actions, states, hub), Age(context)), hub.pacer)
 
 
 class Wanted:
@@ -229,7 +230,7 @@ class Wanted:
         return [change for change, action_id in pairs if action_id in self._actions]
 
 
-async def told_of_all(follower: Following[Batch], wanted: Wanted, age: Age) -> AsyncIterator[bytes]:
+async def told_of_all(follower: Follower[Batch], wanted: Wanted, age: Age) -> AsyncIterator[bytes]:
     # A client that has only just come has a number to come back with.
     yield up_to(follower.seq)
     spoke = age.now()

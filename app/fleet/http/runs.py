@@ -178,7 +178,7 @@ async def cancel_run(run_id: RunId, context: InContext) -> Response:
     number = number_of(run_id)
     async with context.database.autocommit() as connection:
         cancelled = await runs.cancel(connection, context.database.namespace, number)
-    context.stream.relay.tell(CHANGED, [number])
+    context.stream.relay.notify(CHANGED, [number])
     return answer(RUN, cancelled)
 
 

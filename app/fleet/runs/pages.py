@@ -1,21 +1,21 @@
-"""Pages of runs: newest first, found by an index, with an extract of what a run carries.
+"""Pages of runs: newest first, found by an index, with extracts of large fields.
 
-A run may carry megabytes: its payload, its result, its progress, the text of its error. A list has each of them whole
-if its text has at most `WHOLE_MOST` bytes. Otherwise the field is null, and `truncated` has the first `EXTRACT`
-characters of its text under the field's name. PostgreSQL cuts them, so nothing larger is sent or held. `runs.find` has
+The payload, result, progress and error of a run may have megabytes. A list includes such a field if its text has at
+most `MAX_WHOLE` bytes. Otherwise the field is null, and `truncated` has the first `EXTRACT` characters of its text
+under the field's name. PostgreSQL cuts the text, so nothing larger is sent or kept in memory. `records.find` returns
 the whole run.
 
-A page is found in two steps of one statement, which sees one moment. The first step reads ids alone, backwards along an
-index, and stops after a page; the second reads those runs.
+One statement with one snapshot finds a page in two steps. The first reads only ids, backwards along an index, and stops
+after a page; the second reads these runs.
 
     filter                          index
     none                            the primary keys
     action                          runs_pending_newest, runs_running; finished_runs_action_state, once for each state
-    action and state                the one of these that belongs to the state
-    pending                         the primary key of `runs`: nearly every run there is pending
-    running                         runs_running: all of them, as many as all instances run at once
+    action and state                the index above that has this state
+    pending                         the primary key of `runs`: nearly all runs in it are pending
+    running                         runs_running: read whole; it has the runs that all instances run at this time
     failed, cancelled               finished_runs_unwell
-    succeeded                       the primary key of `finished_runs`: passes the runs between that did not succeed
+    succeeded                       the primary key of `finished_runs`: skips runs that did not succeed
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +29,12 @@ from app.fleet.db.pool import Connection
 from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.runs.records import ACTIVE, RunRecord, State
 
-WHOLE_MOST = 1024
+MAX_WHOLE = 1024
 EXTRACT = 200
 # Greater than any id.
 NEWEST = 2**63 - 1
-# What a stored value takes beside its text; a compressed one takes less than its text.
-HEADER = 4
+# The bytes that a stored value has in addition to its text. A compressed value has fewer bytes than its text.
+VALUE_HEADER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ListedRun(RunRecord):
 
 
 def listed(table: str, result: str, finished_at: str) -> str:
-    """Return the statement that reads runs of a table as a list shows them."""
+    """Return the SELECT of runs of a table, as a list shows them."""
     return f"""
     SELECT r.id, a.name AS action, r.state, r.trigger,
            CASE WHEN r.payload IS NULL THEN '{{}}' WHEN short.payload THEN r.payload END AS payload,
@@ -72,8 +72,8 @@ def listed(table: str, result: str, finished_at: str) -> str:
 
 
 def is_short(column: str) -> str:
-    """The stored size first, which costs nothing to read: only a value that may be short is read here."""
-    return f"pg_column_size({column}) <= {WHOLE_MOST + HEADER} AND octet_length({column}::text) <= {WHOLE_MOST}"
+    """Return the condition that a field is short. It checks the stored size first, without reading the value itself."""
+    return f"pg_column_size({column}) <= {MAX_WHOLE + VALUE_HEADER} AND octet_length({column}::text) <= {MAX_WHOLE}"
 
 
 FROM_ACTIVE = listed("runs", "NULL::json", "NULL::timestamptz")
@@ -82,10 +82,10 @@ LIST = Statement(f"{FROM_ACTIVE} WHERE r.id = ANY (%(ids)s) UNION ALL {FROM_FINI
 
 
 def page_sql(*, of_action: bool, states: Sequence[str]) -> Statement:
-    """Return the statement of a page with this filter."""
+    """Return the statement that reads a page with this filter."""
     return Statement(f"""
 WITH page AS MATERIALIZED (
-    SELECT id FROM ({" UNION ALL ".join(sides(of_action, states))}) AS side ORDER BY id DESC LIMIT %(limit)s
+    SELECT id FROM ({" UNION ALL ".join(branches(of_action, states))}) AS branches ORDER BY id DESC LIMIT %(limit)s
 )
 {FROM_ACTIVE} WHERE r.id = ANY (ARRAY(SELECT id FROM page))
 UNION ALL
@@ -94,27 +94,27 @@ ORDER BY id DESC
 """)
 
 
-def sides(of_action: bool, states: Sequence[str]) -> Iterator[str]:
-    """Yield a statement for each index that is read: the newest ids before `before`."""
+def branches(of_action: bool, states: Sequence[str]) -> Iterator[str]:
+    """Yield a SELECT for each index to read: the newest ids below `before`."""
     if not of_action and not states:
-        yield from (side(table, "TRUE") for table in ("runs", "finished_runs"))
+        yield from (branch(table, "TRUE") for table in ("runs", "finished_runs"))
     for state in get_args(State):
         if state not in states and not (of_action and not states):
             continue
         table = "runs" if state in ACTIVE else "finished_runs"
-        # The state is written out: for most of them there is an index of those rows alone.
+        # A literal, not a parameter: most states have a partial index.
         is_state = f"r.state = '{state}'"
         if state == "running":
             yield running(f"{is_state} AND r.action_id = %(action_id)s" if of_action else is_state)
         elif not of_action:
-            yield side(table, is_state)
+            yield branch(table, is_state)
         elif state == "pending":
-            yield side_of_action(table, is_state, "r.action_id", "%(action_id)s")
+            yield branch_of_action(table, is_state, "r.action_id", "%(action_id)s")
         else:
-            yield side_of_action(table, "TRUE", "r.action_id, r.state", f"%(action_id)s, '{state}'")
+            yield branch_of_action(table, "TRUE", "r.action_id, r.state", f"%(action_id)s, '{state}'")
 
 
-def side(table: str, where: str) -> str:
+def branch(table: str, where: str) -> str:
     return f"""(
         SELECT r.id
         FROM {{schema}}.{table} AS r
@@ -124,11 +124,11 @@ def side(table: str, where: str) -> str:
     )"""
 
 
-def side_of_action(table: str, where: str, columns: str, values: str) -> str:
-    """Read along the index of these columns and the id.
+def branch_of_action(table: str, where: str, columns: str, values: str) -> str:
+    """Return the SELECT that reads the index of these columns and the id.
 
-    Written as a range, without an equals sign: otherwise the planner may read the primary key backwards and pass all
-    runs of other actions, because it takes an action's runs for spread evenly.
+    The condition is a range, not an equality. With an equality, the planner may read the primary key backwards, past
+    all runs of other actions, because it assumes that an action's runs are spread evenly.
     """
     descending = columns.replace(",", " DESC,")
     return f"""(
@@ -141,9 +141,9 @@ def side_of_action(table: str, where: str, columns: str, values: str) -> str:
 
 
 def running(where: str) -> str:
-    """Read all running runs by their own index, then sort: their ids may lie anywhere among those that wait.
+    """Return the SELECT that reads all running runs by their index, and then sorts them.
 
-    `OFFSET 0` keeps the planner from reading the primary key backwards, past every run that waits.
+    `OFFSET 0` prevents the planner from reading the primary key backwards, past all pending runs.
     """
     return f"""(
         SELECT id
@@ -157,7 +157,7 @@ def filter_name(*, of_action: bool, states: Sequence[str]) -> str:
     return f"{'action' if of_action else 'all'}_{'_'.join(states) or 'newest'}"
 
 
-# The statements of every filter with at most one state. A list of several states is rare: its statement is built.
+# The statements for filters with at most one state. Filters with several states are rare: `find_page` builds those.
 PAGES = {
     filter_name(of_action=of_action, states=states): page_sql(of_action=of_action, states=states)
     for of_action in (False, True)
@@ -174,20 +174,20 @@ async def find_page(
     limit: int = 50,
     before: int | None = None,
 ) -> list[ListedRun]:
-    """Return a page of runs, newest first; `before` is the last id of the page that came earlier."""
+    """Return a page of runs, newest first; `before` is the last id of the previous page."""
     of_action = action_id is not None
     name = filter_name(of_action=of_action, states=states)
     statement = PAGES[name] if name in PAGES else page_sql(of_action=of_action, states=states)
     values = {"action_id": action_id, "limit": limit, "before": NEWEST if before is None else before}
     async with connection.cursor(row_factory=class_row(ListedRun)) as cursor:
         cursor.adapters.register_loader("json", StoredJsonLoader)
-        # Planned for these very values: a plan for any action and any limit may read whole tables.
+        # Planned for these values: a generic plan may read whole tables.
         await cursor.execute(namespace.sql(statement), values, prepare=False)
         return await cursor.fetchall()
 
 
 async def find_listed(connection: Connection, namespace: Namespace, identifiers: Sequence[int]) -> list[ListedRun]:
-    """Return these runs as a list shows them, in any order."""
+    """Return the runs with these ids, as a list shows them, in any order."""
     async with connection.cursor(row_factory=class_row(ListedRun)) as cursor:
         cursor.adapters.register_loader("json", StoredJsonLoader)
         await cursor.execute(namespace.sql(LIST), {"ids": list(identifiers)})

@@ -1,1 +1,1 @@
-"""What becomes of runs, event by event, for clients and code that follow them."""
+"""Event streams: this instance reads the events of runs and the feed, for the clients and the code that follow them."""

@@ -1,11 +1,11 @@
-"""A channel: the latest events of one run (or rows of the feed) that this instance has read, for all its followers.
+"""A channel: the latest events of a run, or rows of the feed, that this instance has read, for all their followers.
 
-A follower is a position in the channel and has no queue of its own: what it has not taken yet is stored once, for all
-followers. A channel keeps a bounded number of items and a bounded number of bytes. A follower that comes late or takes
-too long reads what is missing from the database, a page at a time.
+A follower is a position in the channel and has no queue of its own: an item is stored once for all followers. A channel
+keeps a bounded number of items and a bounded number of bytes. A follower that begins late, or takes too long, reads the
+items that the channel no longer has from the database, a page at a time.
 
-A follower that has taken everything waits here. When something new has been read, the followers are woken through
-`Turns`, a bounded number in each turn of the event loop.
+A follower that has received everything waits in the channel. When the hub adds new items, the pacer resumes the waiting
+followers (`pacer.py`).
 """
 
 import asyncio
@@ -13,189 +13,151 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-# How many followers are served in one turn of the event loop.
-PER_TURN = 20
-# How many turns they let something else go first.
-PATIENCE = 10
+from app.fleet.runs.events import EventPage, StoredEvent
+from app.fleet.stream.pacer import Pacer
 
-
-class Turns:
-    """Has followers go on a few at a time, in the order in which they asked.
-
-    Between two turns the event loop serves everything else: without this, a change that 2,000 clients follow would be
-    rendered and sent to all of them before the next request is looked at.
-    """
-
-    def __init__(self, per_turn: int = PER_TURN, is_busy: Callable[[], bool] = lambda: False) -> None:
-        """`is_busy` says that the event loop has something to do that goes first, for at most `PATIENCE` turns."""
-        self._per_turn = per_turn
-        self._is_busy = is_busy
-        self._passed = 0
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self._scheduled = False
-
-    async def turn(self) -> None:
-        """Wait for a turn. A client that sends much waits once for each piece of it."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.admit(turn)
-        await turn
-
-    def admit(self, waiting: "asyncio.Future[None]") -> None:
-        """Give this future its result when its turn comes."""
-        self._queue.append(waiting)
-        if not self._scheduled:
-            self._scheduled = True
-            waiting.get_loop().call_soon(self._serve)
-
-    def _serve(self) -> None:
-        served = 0
-        if self._is_busy() and self._passed < PATIENCE:
-            self._passed += 1
-            self._queue[0].get_loop().call_soon(self._serve)
-            return
-        self._passed = 0
-        while self._queue and served < self._per_turn:
-            waiting = self._queue.popleft()
-            # It may have been cancelled, or have waited for long enough.
-            if not waiting.done():
-                waiting.set_result(None)
-                served += 1
-        if self._queue:
-            self._queue[0].get_loop().call_soon(self._serve)
-        else:
-            self._scheduled = False
+# How many items a channel keeps, and how many bytes, whichever comes first.
+MAX_ITEMS = 1000
+MAX_WEIGHT = 1_048_576
 
 
 class Numbered(Protocol):
     @property
     def seq(self) -> int:
-        """Its number, or that of its last part; the next item's is higher."""
+        """The item's number, or the number of its last part; the next item has a higher number."""
         ...
 
     @property
     def weight(self) -> int:
-        """About how many bytes of memory it takes, what is sent to clients included."""
+        """About how many bytes of memory the item takes, including its encoded form for clients."""
         ...
 
 
 T = TypeVar("T", bound=Numbered)
 
-# What a channel keeps, whichever comes first.
-KEPT = 1000
-KEPT_WEIGHT = 1_048_576
-
 
 class Channel(Generic[T]):
-    def __init__(self, read: int, turns: Turns, most: int | None = None) -> None:
-        # Everything from `floor` to `read` is in `last`.
+    def __init__(self, read: int, pacer: Pacer, max_weight: int | None = None) -> None:
+        # `items` has everything after the number `floor`, up to the number `read`.
         self.floor = self.read = read
-        self.last: deque[T] = deque()
+        self.items: deque[T] = deque()
         self.followers = 0
-        # Nothing more will come: it is complete, or its run was pruned.
+        # Nothing more will come: all was read (`complete`), or the run no longer exists (`pruned`).
         self.complete = False
-        self.forgotten = False
-        # About how many bytes are kept.
+        self.pruned = False
+        # About how many bytes the items take.
         self.weight = 0
-        self._most = most
-        self._turns = turns
+        self._max_weight = max_weight
+        self._pacer = pacer
         self._waiting: dict[asyncio.Future[None], None] = {}
 
-    def take(self, items: Sequence[T], *, complete: bool = False) -> None:
-        """Add what comes after everything that was read so far."""
-        self.last.extend(items)
+    def extend(self, items: Sequence[T], *, complete: bool = False) -> None:
+        """Add the items that follow everything read so far, and resume the followers."""
+        self.items.extend(items)
         self.weight += sum(item.weight for item in items)
-        while len(self.last) > 1 and (len(self.last) > KEPT or self.weight > (self._most or KEPT_WEIGHT)):
-            oldest = self.last.popleft()
+        while len(self.items) > 1 and (len(self.items) > MAX_ITEMS or self.weight > (self._max_weight or MAX_WEIGHT)):
+            oldest = self.items.popleft()
             self.floor = oldest.seq
             self.weight -= oldest.weight
         if items:
             self.read = items[-1].seq
         self.complete = complete
         if items or complete:
-            self._wake()
+            self._resume_followers()
 
-    def drop(self) -> None:
-        """Keep nothing. Followers that have not taken everything read the rest from the database."""
-        self.last.clear()
+    def clear(self) -> None:
+        """Remove all items. Followers that have not received all of them read the rest from the database."""
+        self.items.clear()
         self.floor, self.weight = self.read, 0
 
-    def forget(self) -> None:
-        self.forgotten = True
-        self._wake()
+    def mark_pruned(self) -> None:
+        self.pruned = True
+        self._resume_followers()
 
     def after(self, seq: int) -> list[T] | None:
-        """Return what came after that number, as far as it was read; None if some of it is not kept any more."""
+        """Return the items after this number that were read so far; None if some of them are no longer kept."""
         if seq < self.floor:
             return None
-        news = []
-        for item in reversed(self.last):
+        found = []
+        for item in reversed(self.items):
             if item.seq <= seq:
                 break
-            news.append(item)
-        news.reverse()
-        return news
+            found.append(item)
+        found.reverse()
+        return found
 
-    async def news(self, patience: float | None) -> bool:
-        """Wait for something new, for at most so long; return whether there is. A bare future, for many wait here."""
-        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[news] = None
+    async def wait(self, timeout: float | None) -> bool:
+        """Wait for new items; return False after the timeout. A bare future, because there are many followers."""
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[waiting] = None
         try:
-            async with asyncio.timeout(patience):
-                await news
+            async with asyncio.timeout(timeout):
+                await waiting
         except TimeoutError:
             return False
         finally:
-            self._waiting.pop(news, None)
+            self._waiting.pop(waiting, None)
         return True
 
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for news in waiting:
-            self._turns.admit(news)
+    def _resume_followers(self) -> None:
+        resumed, self._waiting = self._waiting, {}
+        for waiting in resumed:
+            self._pacer.enqueue(waiting)
 
 
-# Reads what came after that number; None while the database does not answer.
-Page: TypeAlias = Callable[[int], Awaitable[Sequence[T] | None]]
+class RunChannel(Channel[StoredEvent]):
+    def __init__(self, page: EventPage, after: int, pacer: Pacer) -> None:
+        super().__init__(after, pacer)
+        self.action_id = page.action_id
+        self.add(page)
+
+    def add(self, page: EventPage) -> None:
+        last = page.events[-1].seq if page.events else self.read
+        self.extend(page.events, complete=page.ended and last >= page.total)
 
 
-class Following(Generic[T]):
-    """A follower: how far it has come."""
+# Reads the items after a number from the database; returns None while the database is unavailable.
+ReadAfter: TypeAlias = Callable[[int], Awaitable[Sequence[T] | None]]
 
-    def __init__(self, channel: Channel[T], seq: int, page: Page[T]) -> None:
+
+class Follower(Generic[T]):
+    """A follower: the number of the last item that it has received."""
+
+    def __init__(self, channel: Channel[T], seq: int, read_after: ReadAfter[T]) -> None:
         self.seq = seq
-        # It had everything once, and then took so little that the channel does not keep the next item any more.
+        # It had received everything once, and then so little that the channel no longer has the next item.
         self.fell_behind = False
         self._channel = channel
-        self._page = page
-        self._was_up = False
+        self._read_after = read_after
+        self._was_current = False
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will come."""
-        return self._channel.forgotten or (self._channel.complete and self.seq >= self._channel.read)
+        return self._channel.pruned or (self._channel.complete and self.seq >= self._channel.read)
 
     @property
-    def forgotten(self) -> bool:
-        return self._channel.forgotten
+    def pruned(self) -> bool:
+        return self._channel.pruned
 
-    async def more(self, patience: float | None = None) -> Sequence[T]:
-        """Return what comes next; nothing after so long without any, at the end, and while the database is away."""
+    async def more(self, timeout: float | None = None) -> Sequence[T]:
+        """Return the next items; none after the timeout, at the end, and while the database is unavailable."""
         while not self.ended:
-            known = self._channel.after(self.seq)
-            if known is None:
-                self.fell_behind = self._was_up
+            items = self._channel.after(self.seq)
+            if items is None:
+                self.fell_behind = self._was_current
                 floor = self._channel.floor
-                page = await self._page(self.seq)
+                page = await self._read_after(self.seq)
                 if page is None:
                     break
-                known = list(page)
-                if not known:
-                    # The database does not have it either: go on with what the channel keeps.
+                items = list(page)
+                if not items:
+                    # The database no longer has them either: continue with the items of the channel.
                     self.seq = max(self.seq, floor)
-            if known:
-                self.seq = known[-1].seq
-                return known
-            self._was_up = True
-            if not await self._channel.news(patience):
+            if items:
+                self.seq = items[-1].seq
+                return items
+            self._was_current = True
+            if not await self._channel.wait(timeout):
                 break
         return []

@@ -1,138 +1,51 @@
-"""The hub: the one reader of an instance for everything that is followed there, wherever the runs run.
+"""The hub: reads new events once for all followers of this instance, whichever instance executes the runs.
 
-Each run that is followed has a channel (`channel.py`), and so has the feed. The reader reads what is new of all
-channels that may have something new, in one statement for up to `AT_ONCE` runs and one for the feed, and every follower
-is served from the channels. A thousand followers of a run cost the database what one does.
+Each followed run has a channel (`channel.py`), and so has the feed. One task reads the new events of all channels that
+may have some: one statement for up to `RUNS_AT_ONCE` runs, and one for the feed. Followers receive them from the
+channels. So a thousand followers of a run cost the database as much as one.
 
-    what wakes the reader                        when
-    `said:`, `changed:`, from a relay            at once; reads are at least `SPACING` apart
-    `runs:`, which says that runs wait           at once, for runs of those actions
-    the poll                                     every `POLL`, for all that is followed: a notification may be lost
-    the link is back, or a follower begins       at once
+    what causes a read                          when
+    `emitted:`, `changed:`, from a relay        at once; reads are at least `READ_INTERVAL` apart
+    `runs:`, which says that runs are pending   at once, for the followed runs of these actions
+    the poll                                    every `POLL_INTERVAL`, for all channels: a notification may be lost
+    the link is connected again                 at once, for all channels
+    a new follower                              at once, for its channel
 
-Followers that begin share reads too (`Joint`): those that come while a read is under way wait for the next one
-together. So the hub borrows at most two connections of the pool at once, one to read what is new and to begin, and one
-for followers that read older events, and never holds one while it waits for a lock.
+Followers that begin at the same time share reads (`shared_read.py`), and so do followers that read older events.
 
-Memory: a channel is bounded by itself, and the channels of all runs together by `KEPT_TOGETHER`. Beyond that, the
-channel that got nothing new for longest keeps nothing, and a follower that is behind in it reads from the database.
+Memory: each channel is bounded, and the channels of all runs together keep at most `MAX_RUNS_WEIGHT`. Beyond that, the
+channel that has had no new events for the longest time is emptied, and its followers read from the database.
 
-Nothing that is followed depends on a notification, on the instance that runs the run, or on this instance: a client
-that loses it goes on elsewhere, from the number it has.
+Followers depend neither on notifications, nor on the instance that executes the run, nor on this instance: a client
+that loses its connection continues at another instance, after the last number it has received.
 """
 
 import asyncio
-import contextvars
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
 
 import psycopg
 
 from app.fleet.background import Service, cancel_and_wait, wait_for_event
-from app.fleet.db.pool import Connection, Database, DatabaseAway
+from app.fleet.db.pool import Database
 from app.fleet.errors import DatabaseError, EventUnknown, FeedOff, RunUnknown
-from app.fleet.runs import feed
-from app.fleet.runs.events import MOST, EventPage, StoredEvent, read_all
-from app.fleet.runs.feed import Batch, Given
-from app.fleet.stream.channel import Channel, Following, Numbered, Page, Turns
-from app.fleet.stream.relay import STILL, Relay
+from app.fleet.runs.events import StoredEvent
+from app.fleet.runs.feed import Batch
+from app.fleet.stream.channel import Channel, Follower, RunChannel
+from app.fleet.stream.pacer import Pacer
+from app.fleet.stream.reader import RETRY_INTERVAL, RUNS_AT_ONCE, Reader
+from app.fleet.stream.relay import FOLLOWING_INTERVAL, Relay
 from app.fleet.telemetry.logs import events
 
-SPACING = 0.01
-POLL = 1.0
-RETRY = 0.25
-AFTER_DEFECT = 1.0
-# How many runs are read in one statement.
-AT_ONCE = 50
-# How many transactions that number the feed follow each other before something else is read.
-STEPS = 20
-# How often numbering is tried when the same number was given twice.
-TRIES = 3
-# How long a follower waits to begin.
-OPENING = 10.0
-# What the channels of all runs may keep together, and what the feed's may, in bytes.
-KEPT_TOGETHER = 67_108_864
-FEED_KEPT = 8_388_608
+READ_INTERVAL = 0.01
+POLL_INTERVAL = 1.0
+DEFECT_PAUSE = 1.0
+# About how many bytes the channels of all runs may keep together, and the feed's channel.
+MAX_RUNS_WEIGHT = 67_108_864
+MAX_FEED_WEIGHT = 8_388_608
 
 log = events(__name__)
-
-
-Item = TypeVar("Item", bound=Numbered)
-Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
-
-
-class Joint(Generic[Asked, Answer]):
-    """Reads for many callers at once: one read at a time, for up to so many of those that wait when it begins.
-
-    `read` returns the answers that there are; an error that it raises is the answer to all of its callers. It runs in a
-    task of its own, which goes on when a caller is cancelled: the framework cancels a stream whose client left again
-    and again until it has ended, and psycopg, which needs a moment to cancel a statement, would lose the connection.
-    """
-
-    def __init__(self, read: Callable[[Collection[Asked]], Awaitable[Mapping[Asked, Answer]]], at_once: int) -> None:
-        self._read = read
-        self._at_once = at_once
-        self._waiting: dict[Asked, list[asyncio.Future[Answer | None]]] = {}
-        self._task: asyncio.Task[None] | None = None
-
-    async def ask(self, asked: Asked) -> Answer | None:
-        """Return the answer to this, of a read that begins from now on; None if there is none."""
-        answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(asked, []).append(answer)
-        if self._task is None:
-            # In no request's context, because the task outlives the request that needs it first.
-            self._task = asyncio.create_task(self._read_all(), name="hub-joint", context=contextvars.Context())
-        try:
-            async with asyncio.timeout(OPENING):
-                return await answer
-        except TimeoutError:
-            raise DatabaseAway("the database takes too long to answer; try again shortly") from None
-
-    async def stop(self) -> None:
-        await cancel_and_wait(self._task)
-        stopped = DatabaseAway("this instance is stopping; try again at another")
-        self._refuse([each for waiting in self._waiting.values() for each in waiting], stopped)
-
-    async def _read_all(self) -> None:
-        try:
-            while self._waiting:
-                now = dict(list(self._waiting.items())[: self._at_once])
-                self._waiting = {asked: each for asked, each in self._waiting.items() if asked not in now}
-                try:
-                    answers = await self._read(now)
-                except Exception as error:  # noqa: BLE001 — each caller handles it as its own
-                    self._refuse([each for waiting in now.values() for each in waiting], error)
-                    continue
-                except asyncio.CancelledError:
-                    self._waiting |= now
-                    raise
-                for asked, waiting in now.items():
-                    for each in waiting:
-                        if not each.done():
-                            each.set_result(answers.get(asked))
-        finally:
-            self._task = None
-
-    def _refuse(self, waiting: Iterable["asyncio.Future[Answer | None]"], error: Exception) -> None:
-        for each in waiting:
-            if not each.done():
-                each.set_exception(error)
-                # Taken note of, in case its caller was cancelled just now.
-                each.exception()
-
-
-class RunChannel(Channel[StoredEvent]):
-    def __init__(self, chapter: EventPage, after: int, turns: Turns) -> None:
-        super().__init__(after, turns)
-        self.action_id = chapter.action_id
-        self.hear(chapter)
-
-    def hear(self, chapter: EventPage) -> None:
-        last = chapter.events[-1].seq if chapter.events else self.read
-        self.take(chapter.events, complete=chapter.ended and last >= chapter.total)
 
 
 class Hub(Service):
@@ -140,334 +53,235 @@ class Hub(Service):
 
     def __init__(self, database: Database, relay: Relay) -> None:
         super().__init__()
-        self.reads = 0
-        self.turns = Turns()
-        self._database = database
+        self.pacer = Pacer()
         self._relay = relay
+        self._reader = Reader(database, self.pacer)
         self._runs: dict[int, RunChannel] = {}
         self._feed: Channel[Batch] | None = None
-        self._numbers = feed.Numbers()
-        # Names of actions by their ids; complete for what the feed's channel keeps.
-        self.names: dict[int, str] = {}
-        self._ids: dict[str, int] = {}
-        # What may have something new, in the order of the notifications; a set would let high ids wait for ever.
-        self._dirty: dict[int, None] = {}
-        self._feed_is_dirty = False
+        # Runs that may have new events, in the order of the notifications: in a set, high ids could wait for ever.
+        self._unread: dict[int, None] = {}
+        self._feed_is_unread = False
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        # What each channel of a run keeps, those that got something new last at the end.
-        self._kept: dict[RunChannel, int] = {}
-        self._kept_together = 0
-        # A connection each, whatever the number of followers.
-        self._reading, self._paging = asyncio.Semaphore(1), asyncio.Semaphore(1)
-        self._beginning = Joint(self._begin_runs, AT_ONCE)
-        self._beginning_feed = Joint(self._begin_feed, 1)
-        self._naming = Joint(self._read_names, 1)
-        self._catching_up = Joint(self._read_page, 1)
-        self._catching_up_feed = Joint(self._read_feed_page, 1)
+        # The weight of each run's channel; the channel with the newest events is the last.
+        self._weights: dict[RunChannel, int] = {}
+        self._total_weight = 0
 
     @property
     def followed(self) -> int:
-        """How many runs are followed here."""
+        """How many runs have followers at this instance."""
         return len(self._runs)
 
-    # -- for followers ------------------------------------------------------------------------------------------------
+    @property
+    def reads(self) -> int:
+        return self._reader.reads
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Action names by id, including all actions in the feed's channel."""
+        return self._reader.names
+
+    # -- following ----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def follow(self, run_id: int, after: int = 0) -> AsyncIterator[Following[StoredEvent]]:
-        """Follow a run from after that number on; refuse what cannot be followed."""
+    async def follow(self, run_id: int, after: int = 0) -> AsyncIterator[Follower[StoredEvent]]:
+        """Follow a run, from the event after this number; raise `RunUnknown` or `EventUnknown`."""
         channel = self._runs.get(run_id)
-        # One that is complete may be so no longer: the run may have been retried.
+        # A complete channel may be out of date: the run may have been retried.
         if channel is None or channel.complete or after > channel.read:
-            begun = await self._beginning.ask((run_id, after))
-            if begun is None:
-                raise RunUnknown(f"there is no run {run_id}, or it ended so long ago that it was forgotten")
-            total, begun_channel = begun
+            first = await self._reader.first_pages.get((run_id, after))
+            if first is None:
+                raise run_unknown(run_id)
+            total, new_channel = first
             if after > total:
                 raise EventUnknown(f"run {run_id} has {total} events so far, and there is no {after} yet")
             channel = self._runs.get(run_id)
             if channel is None or channel.complete:
-                channel = self._runs[run_id] = begun_channel
+                channel = self._runs[run_id] = new_channel
                 if not channel.complete:
-                    self._begun()
+                    self._notify_following()
         channel.followers += 1
-        self._keep(channel)
-        self._look(run_id)
+        self._update_weight(channel)
+        self._wake_for_run(run_id)
         try:
-            yield Following(channel, after, self._patiently(lambda seq: self._catching_up.ask((run_id, seq))))
+            yield Follower(channel, after, self._reader.older_events(run_id))
         finally:
             channel.followers -= 1
             if channel.followers == 0:
-                self._kept_together -= self._kept.pop(channel, 0)
+                self._total_weight -= self._weights.pop(channel, 0)
                 if self._runs.get(run_id) is channel:
                     del self._runs[run_id]
 
     async def count(self, run_id: int) -> int:
-        """Return how many events a run has by now."""
-        async with self._paging:
-            chapter = (await self._chapters({run_id: 0}, most=1)).get(run_id)
-        if chapter is None:
-            raise RunUnknown(f"there is no run {run_id}, or it ended so long ago that it was forgotten")
-        return chapter.total
+        """Return how many events a run has."""
+        count = await self._reader.count(run_id)
+        if count is None:
+            raise run_unknown(run_id)
+        return count
 
     @asynccontextmanager
-    async def follow_feed(self, after: int | None = None) -> AsyncIterator[Following[Batch]]:
-        """Follow the feed from after that number on, or from now on."""
-        given = await self._beginning_feed.ask(None)
-        assert given is not None
-        if not given.kept:
+    async def follow_feed(self, after: int | None = None) -> AsyncIterator[Follower[Batch]]:
+        """Follow the feed, from the change after this number, or from now on."""
+        start = await self._reader.feed_starts.get(None)
+        assert start is not None
+        if not start.enabled:
             raise FeedOff("the feed is switched off: FLOTILLA_FEED_RETENTION is 0")
-        now = given.number
-        if after is not None and after > now:
-            raise EventUnknown(f"the feed has come to {now}, and there is no {after} yet")
+        last = start.last_number
+        if after is not None and after > last:
+            raise EventUnknown(f"the last number of the feed is {last}, and there is no {after} yet")
         if self._feed is None:
-            self._feed = Channel(now, self.turns, FEED_KEPT)
-            self._begun()
+            self._feed = Channel(last, self.pacer, MAX_FEED_WEIGHT)
+            self._notify_following()
         channel = self._feed
         channel.followers += 1
-        self._look_at_feed()
+        self._wake_for_feed()
         try:
-            yield Following(channel, now if after is None else after, self._patiently(self._catching_up_feed.ask))
+            yield Follower(channel, last if after is None else after, self._reader.older_batches())
         finally:
             channel.followers -= 1
             if channel.followers == 0:
                 self._feed = None
 
-    async def id_of(self, action: str) -> int | None:
-        """Return the id of an action of any release; None if there is none of this name."""
-        if action not in self._ids:
-            await self._naming.ask(None)
-        return self._ids.get(action)
+    async def action_id(self, name: str) -> int | None:
+        """Return the id of an action, including actions of other releases; None if it does not exist."""
+        return await self._reader.action_id(name)
 
-    def _begun(self) -> None:
-        if not self._relay.wanted:
-            self._relay.tell_of_followers()
+    def _notify_following(self) -> None:
+        if not self._relay.has_followers:
+            self._relay.notify_following()
 
-    def _patiently(self, page: Callable[[int], Awaitable[Sequence[Item] | None]]) -> Page[Item]:
-        """Have a follower that reads from the database wait while it is away, and not fail."""
+    # -- waking the reading task --------------------------------------------------------------------------------------
 
-        async def read(after: int) -> Sequence[Item] | None:
-            try:
-                return await page(after) or []
-            except (psycopg.Error, DatabaseError) as error:
-                log.debug("hub.failed", reason=" ".join(str(error).split()))
-                await asyncio.sleep(RETRY)
-                return None
-
-        return read
-
-    # -- reads --------------------------------------------------------------------------------------------------------
-
-    async def _begin_runs(self, asked: Collection[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, RunChannel]]:
-        """Read the first page of each of these runs, from the lowest number on that any of the callers wants."""
-        afters: dict[int, int] = {}
-        for run_id, after in asked:
-            afters[run_id] = min(after, afters.get(run_id, after))
-        async with self._reading:
-            chapters = await self._chapters(afters)
-        channels = {
-            run_id: (chapter.total, RunChannel(chapter, min(afters[run_id], chapter.total), self.turns))
-            for run_id, chapter in chapters.items()
-        }
-        return {(run_id, after): channels[run_id] for run_id, after in asked if run_id in channels}
-
-    async def _begin_feed(self, asked: Collection[None]) -> dict[None, Given]:
-        """Number everything that is there by now, and return what the last number is."""
-        earlier, tries = self._numbers.in_round, 0
-        while True:
-            try:
-                async with self._reading, self._database.autocommit() as connection:
-                    given = await self._give(connection)
-            except psycopg.errors.UniqueViolation as error:
-                # The lock did not keep another session from giving the same number. Its row is there at the next try.
-                tries += 1
-                if tries == TRIES:
-                    raise
-                log.debug("hub.failed", reason=" ".join(str(error).split()))
-            else:
-                if not given.kept or (given.complete and not earlier):
-                    return dict.fromkeys(asked, given)
-                earlier = earlier and not given.complete
-            await asyncio.sleep(SPACING)
-
-    async def _read_names(self, asked: Collection[None]) -> dict[None, None]:
-        async with self._reading, self._database.autocommit() as connection:
-            await self._learn(connection)
-        return dict.fromkeys(asked)
-
-    async def _read_page(self, asked: Collection[tuple[int, int]]) -> dict[tuple[int, int], Sequence[StoredEvent]]:
-        found: dict[tuple[int, int], Sequence[StoredEvent]] = {}
-        async with self._paging:
-            for run_id, after in asked:
-                if chapter := (await self._chapters({run_id: after})).get(run_id):
-                    found[run_id, after] = chapter.events
-        return found
-
-    async def _chapters(self, wanted: Mapping[int, int], most: int = MOST) -> dict[int, EventPage]:
-        self.reads += 1
-        async with self._database.autocommit() as connection:
-            return await read_all(connection, self._database.namespace, wanted, most)
-
-    async def _read_feed_page(self, asked: Collection[int]) -> dict[int, Sequence[Batch]]:
-        async with self._paging, self._database.autocommit() as connection:
-            return {after: await self._feed_after(connection, after) for after in asked}
-
-    async def _feed_after(self, connection: Connection, after: int) -> Sequence[Batch]:
-        self.reads += 1
-        batches = await feed.read(connection, self._database.namespace, after)
-        if any(not self.names.keys() >= set(batch.actions) for batch in batches):
-            await self._learn(connection)
-        return batches
-
-    async def _learn(self, connection: Connection) -> None:
-        self.names = await feed.names(connection, self._database.namespace)
-        self._ids = {name: identifier for identifier, name in self.names.items()}
-
-    async def _give(self, connection: Connection) -> Given:
-        """Number what has no number yet: all of it, or as much as is enough for now."""
-        for _ in range(STEPS):
-            self.reads += 1
-            given = await self._numbers.give(connection, self._database.namespace)
-            if given.complete or given.busy:
-                break
-        return given
-
-    # -- notifications ------------------------------------------------------------------------------------------------
-
-    def runs_said(self, named: str) -> None:
-        """Handle `said:`; `named` is the ids of the runs that emitted something."""
-        if named == "*":
-            self._look_at_runs()
+    def on_emitted(self, ids: str) -> None:
+        """Handle `emitted:`, which names the runs that emitted events."""
+        if ids == "*":
+            self._wake_for_all_runs()
         elif self._runs:
-            for run_id in map(int, named.split(",")):
-                self._look(run_id)
+            for run_id in map(int, ids.split(",")):
+                self._wake_for_run(run_id)
 
-    def runs_changed(self, named: str) -> None:
-        """Handle `changed:`; `named` is the ids of the runs whose state changed."""
-        self._look_at_feed()
-        self.runs_said(named)
+    def on_changed(self, ids: str) -> None:
+        """Handle `changed:`, which names the runs whose state changed."""
+        self._wake_for_feed()
+        self.on_emitted(ids)
 
-    def look_at_actions(self, action_ids: Iterable[int]) -> None:
-        """Handle `runs:`: runs of these actions are pending, new ones or again."""
-        self._look_at_feed()
+    def on_pending(self, action_ids: Iterable[int]) -> None:
+        """Handle `runs:`: runs of these actions became pending."""
+        self._wake_for_feed()
         if self._runs:
-            wanted = set(action_ids)
+            actions = set(action_ids)
             for run_id, channel in self._runs.items():
-                if channel.action_id in wanted:
-                    self._look(run_id)
+                if channel.action_id in actions:
+                    self._wake_for_run(run_id)
 
-    def look_at_all(self) -> None:
-        self._look_at_feed()
-        self._look_at_runs()
+    def wake_for_all(self) -> None:
+        self._wake_for_feed()
+        self._wake_for_all_runs()
 
-    def _look_at_runs(self) -> None:
-        self._dirty.update(dict.fromkeys(self._runs))
+    def _wake_for_all_runs(self) -> None:
+        self._unread.update(dict.fromkeys(self._runs))
         self._wake.set()
 
-    def _look(self, run_id: int) -> None:
+    def _wake_for_run(self, run_id: int) -> None:
         if run_id in self._runs:
-            self._dirty[run_id] = None
+            self._unread[run_id] = None
             self._wake.set()
 
-    def _look_at_feed(self) -> None:
+    def _wake_for_feed(self) -> None:
         if self._feed is not None:
-            self._feed_is_dirty = True
+            self._feed_is_unread = True
             self._wake.set()
 
-    # -- the reader ---------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         self._tasks = [
-            asyncio.create_task(self._read_for_ever(), name="hub"),
-            asyncio.create_task(self._say_for_ever(), name="hub-interest"),
+            asyncio.create_task(self._run(), name="hub"),
+            asyncio.create_task(self._repeat_following(), name="hub-following"),
         ]
 
     async def _stop(self) -> None:
         for task in self._tasks:
             await cancel_and_wait(task)
-        await self._beginning.stop()
-        await self._beginning_feed.stop()
-        await self._naming.stop()
-        await self._catching_up.stop()
-        await self._catching_up_feed.stop()
+        await self._reader.stop()
 
-    async def _say_for_ever(self) -> None:
+    async def _repeat_following(self) -> None:
         while True:
-            await asyncio.sleep(STILL)
+            await asyncio.sleep(FOLLOWING_INTERVAL)
             if self._runs or self._feed is not None:
-                self._relay.tell_of_followers()
+                self._relay.notify_following()
 
-    async def _read_for_ever(self) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        due = loop.time()
+        poll_at = loop.time()
         while True:
             self._wake.clear()
-            if loop.time() >= due:
-                self.look_at_all()
-                due = loop.time() + POLL * random.uniform(0.75, 1.25)
-            if self._dirty or self._feed_is_dirty:
+            if loop.time() >= poll_at:
+                self.wake_for_all()
+                poll_at = loop.time() + POLL_INTERVAL * random.uniform(0.75, 1.25)
+            if self._unread or self._feed_is_unread:
                 try:
-                    await self._read_runs()
-                    await self._read_feed()
+                    await self._update_runs()
+                    await self._update_feed()
                 except (psycopg.Error, DatabaseError) as error:
                     log.debug("hub.failed", reason=" ".join(str(error).split()))
-                    await asyncio.sleep(RETRY)
-                except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+                    await asyncio.sleep(RETRY_INTERVAL)
+                except Exception as error:  # noqa: BLE001 — a defect in one read must not end the task
                     log.error("engine.defect", error=error, service="hub")
-                    await asyncio.sleep(AFTER_DEFECT)
-                await asyncio.sleep(SPACING)
+                    await asyncio.sleep(DEFECT_PAUSE)
+                await asyncio.sleep(READ_INTERVAL)
             else:
-                await wait_for_event(self._wake, max(0.0, due - loop.time()))
+                await wait_for_event(self._wake, max(0.0, poll_at - loop.time()))
 
-    async def _read_runs(self) -> None:
-        dirty = [run_id for run_id in self._dirty if run_id in self._runs]
-        wanted = {run_id: self._runs[run_id].read for run_id in dirty[:AT_ONCE]}
-        self._dirty = dict.fromkeys(dirty[AT_ONCE:])
-        if not wanted:
+    async def _update_runs(self) -> None:
+        unread = [run_id for run_id in self._unread if run_id in self._runs]
+        afters = {run_id: self._runs[run_id].read for run_id in unread[:RUNS_AT_ONCE]}
+        self._unread = dict.fromkeys(unread[RUNS_AT_ONCE:])
+        if not afters:
             return
         try:
-            async with self._reading:
-                chapters = await self._chapters(wanted)
+            pages = await self._reader.new_pages(afters)
         except BaseException:
-            self._dirty.update(dict.fromkeys(wanted))
+            self._unread.update(dict.fromkeys(afters))
             raise
-        for run_id, after in wanted.items():
+        for run_id, after in afters.items():
             channel = self._runs.get(run_id)
-            # Another channel, if every follower left and another one came meanwhile.
+            # A new channel, if all followers left and another one came during the read.
             if channel is None or channel.read != after:
                 continue
-            chapter = chapters.get(run_id)
-            if chapter is None:
-                channel.forget()
+            page = pages.get(run_id)
+            if page is None:
+                channel.mark_pruned()
                 continue
-            channel.hear(chapter)
-            self._keep(channel)
-            if chapter.events and channel.read < chapter.total:
-                self._look(run_id)
+            channel.add(page)
+            self._update_weight(channel)
+            if page.events and channel.read < page.total:
+                self._wake_for_run(run_id)
 
-    async def _read_feed(self) -> None:
+    async def _update_feed(self) -> None:
         channel = self._feed
-        if channel is None or not self._feed_is_dirty:
+        if channel is None or not self._feed_is_unread:
             return
-        after = channel.read
-        # Before the read: what is notified of during the read may not be in it.
-        self._feed_is_dirty = False
+        # Before the read: a change that is notified during the read may not be in it.
+        self._feed_is_unread = False
         try:
-            async with self._reading, self._database.autocommit() as connection:
-                given = await self._give(connection)
-                batches = await self._feed_after(connection, after)
+            numbering, batches = await self._reader.new_batches(channel.read)
         except BaseException:
-            self._feed_is_dirty = True
+            self._feed_is_unread = True
             raise
         if channel is self._feed:
-            channel.take(batches)
-            self._feed_is_dirty |= channel.read < given.number or not given.complete
+            channel.extend(batches)
+            self._feed_is_unread |= channel.read < numbering.last_number or not numbering.complete
 
-    def _keep(self, channel: RunChannel) -> None:
-        """Count what a channel keeps that got something new; beyond the bound, empty those that did not for longest."""
-        self._kept_together += channel.weight - self._kept.pop(channel, 0)
-        self._kept[channel] = channel.weight
-        while self._kept_together > KEPT_TOGETHER:
-            oldest = next(iter(self._kept))
-            self._kept_together -= self._kept.pop(oldest)
-            oldest.drop()
+    def _update_weight(self, channel: RunChannel) -> None:
+        """Update the weight of a channel; while the total is too high, empty the channel with the oldest update."""
+        self._total_weight += channel.weight - self._weights.pop(channel, 0)
+        self._weights[channel] = channel.weight
+        while self._total_weight > MAX_RUNS_WEIGHT:
+            oldest = next(iter(self._weights))
+            self._total_weight -= self._weights.pop(oldest)
+            oldest.clear()
+
+
+def run_unknown(run_id: int) -> RunUnknown:
+    return RunUnknown(f"there is no run {run_id}; it may have been pruned after its retention")

@@ -257,8 +257,8 @@ class Executor(Service):
             # Claimed for who we were: the death of that identity has them back already, or will.
             return
         self.claimed += len(rows)
-        if self._relay.wanted:
-            self._relay.tell(CHANGED, (row[0] for row in rows))
+        if self._relay.has_followers:
+            self._relay.notify(CHANGED, (row[0] for row in rows))
         self._batch_size = min(self._batch_size * GROWTH, BATCH) if len(rows) >= room else FIRST
         for row in rows:
             self._begin(row)

@@ -55,7 +55,7 @@ from app.fleet.runs.feed import feed_insert_sql
 from app.fleet.runs.notifications import notify_sql
 from app.fleet.runs.retry_delay import usual_wait
 from app.fleet.runs.states import is_running
-from app.fleet.stream.relay import CHANGED, SAID, Relay
+from app.fleet.stream.relay import CHANGED, EMITTED, Relay
 from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.redaction import describe, redact
 
@@ -155,7 +155,7 @@ WITH own AS MATERIALIZED (
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(pauses)s::bool[], %(delays)s::float8[], %(errors)s::text[])
          AS b (id, token, paused, delay, error)
     WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = b.id AND r.token = b.token AND {is_running()}
-    RETURNING {stream.KEPT}, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
+    RETURNING {stream.EVENT_COLUMNS}, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
 ), written AS (
     {stream.event_insert_sql("back")}
 ), noted AS (
@@ -325,7 +325,7 @@ class RunWriter:
     async def committing(self, run: Run[Any]) -> AsyncIterator[AsyncSession]:
         async with self._database.session() as session:
             yield session
-        self._relay.tell(CHANGED, [run.id])
+        self._relay.notify(CHANGED, [run.id])
 
     async def complete_in(self, session: AsyncSession, run: Run[Any]) -> None:
         """Complete a run in the transaction of its effects. Its events first: they must be there before its end."""
@@ -463,8 +463,8 @@ class RunWriter:
                 async with self._lane.connection() as connection:
                     await write(connection, batch, again)
                 # A checkpoint is nothing that anybody follows.
-                if self._relay.wanted and write != self._keep:
-                    self._relay.tell(SAID if write == self._append else CHANGED, [item[0].id for item in batch])
+                if self._relay.has_followers and write != self._keep:
+                    self._relay.notify(EMITTED if write == self._append else CHANGED, [item[0].id for item in batch])
             except Exception as error:  # noqa: BLE001 — whatever is wrong with one of them, the others are written
                 if not worth_repeating(error):
                     await self._isolate(batch, write, error)

@@ -37,7 +37,7 @@ from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.engine.once import once
 from app.fleet.errors import DatabaseError
-from app.fleet.runs import feed
+from app.fleet.runs.feed_pruner import FeedPruner
 from app.fleet.telemetry.logs import events
 
 EVERY = 10.0
@@ -124,7 +124,7 @@ class Pruner(Service):
         self._anew_at = 0.0
         # Runs that were skipped and logged.
         self._skipped: set[int] = set()
-        self._feed = feed.Pruner()
+        self._feed = FeedPruner()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

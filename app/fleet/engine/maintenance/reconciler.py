@@ -48,7 +48,7 @@ from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.execute.run import Run
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.errors import DatabaseError
-from app.fleet.runs.events import KEPT, event_insert_sql
+from app.fleet.runs.events import EVENT_COLUMNS, event_insert_sql
 from app.fleet.runs.feed import feed_insert_sql
 from app.fleet.runs.states import is_running
 from app.fleet.telemetry.logs import events
@@ -129,7 +129,7 @@ WITH back AS (
     SET state = 'pending', attempt = r.attempt - 1, deadline_at = NULL, events = r.events + 1
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS u (id, token)
     WHERE r.id = u.id AND r.token = u.token AND {is_running()}
-    RETURNING {KEPT}, r.action_id, r.priority, r.attempt + 1 AS ran,
+    RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt + 1 AS ran,
               'the answer to its claim was lost on the way' AS why
 ), written AS (
     {event_insert_sql("back")}

@@ -27,7 +27,7 @@ from app.fleet.cluster.registry import BATCH, Instance, Session
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_LINES
-from app.fleet.runs.events import KEPT, event_insert_sql
+from app.fleet.runs.events import EVENT_COLUMNS, event_insert_sql
 from app.fleet.runs.feed import feed_insert_sql
 from app.fleet.runs.notifications import notify_sql
 from app.fleet.runs.retry_delay import usual_wait
@@ -73,7 +73,7 @@ WITH lost AS MATERIALIZED (
         error = format('the instance %%s died while it ran it', r.instance)
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.deadly
-    RETURNING {KEPT}, r.action_id, r.priority, r.attempt AS ran, r.error AS why
+    RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt AS ran, r.error AS why
 ), written AS (
     {event_insert_sql("back")}
 ), noted AS (
@@ -117,7 +117,7 @@ WITH lost AS MATERIALIZED (
         run_at = clock_timestamp() + make_interval(secs => {usual_wait()})
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.spent
-    RETURNING {KEPT}, r.action_id, r.priority, r.attempt AS ran, l.why
+    RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt AS ran, l.why
 ), written AS (
     {event_insert_sql("back")}
 ), noted AS (

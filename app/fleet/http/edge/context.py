@@ -17,7 +17,7 @@ from app.fleet.http.edge.refused_keys import RefusedKeys
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.server import Connections
 from app.fleet.settings import FleetSettings
-from app.fleet.stream.channel import Turns
+from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.stream import Stream
 
 OPENINGS = 4
@@ -32,7 +32,7 @@ class Context:
     # Requests whose client left before the whole body had arrived.
     abandoned: int = 0
     # Of streams that many clients open at once, a few go on in each turn of the event loop.
-    openings: Turns = field(init=False)
+    openings: Pacer = field(init=False)
     # How many streams are open, by the key that opened them.
     open_streams: Counter[str | None] = field(default_factory=Counter)
     refused_keys: RefusedKeys = field(default_factory=RefusedKeys)
@@ -50,7 +50,7 @@ class Context:
     def __post_init__(self) -> None:
         self.connections = Connections(self.settings)
         # New connections go first: the event loop accepts one in each turn, and it may be a probe's.
-        self.openings = Turns(OPENINGS, self.connections.were_accepted)
+        self.openings = Pacer(OPENINGS, self.connections.were_accepted)
 
     def started(self, database: Database, member: Member, shared: Coordination, stream: Stream, engine: Engine) -> None:
         self._database, self._member, self._shared = database, member, shared

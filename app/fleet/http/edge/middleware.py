@@ -140,7 +140,7 @@ class Exchange:
             self._refuse_cross_site()
             self._check_declared_length()
             if self._scope["path"].endswith(STREAMS):
-                await context.openings.turn()
+                await context.openings.wait()
             try:
                 await self._answer()
             except ExceptionGroup as errors:
