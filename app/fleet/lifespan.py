@@ -48,8 +48,8 @@ from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.edge.context import Context
 from app.fleet.lifecycle import Phase
+from app.fleet.server.signals import Signals
 from app.fleet.settings import WATCHDOG_RESERVE
-from app.fleet.signals import Signals
 from app.fleet.stream.stream import Stream
 from app.fleet.telemetry.logs import events
 
@@ -74,8 +74,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     except BaseException:
         await undo(services)
         raise
-    signals.install(shutdown.begin, patience=context.settings.drain_timeout)
-    signals.server.open_to_clients(context.settings, context.connections)
+    signals.install(shutdown.begin, drain_timeout=context.settings.drain_timeout)
+    signals.server.limit_clients(context.settings, context.connections)
     try:
         yield
     finally:
@@ -106,7 +106,7 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
         namespace,
         allowed=settings.migrates_on_start,
         wait=settings.migrate_wait,
-        given_up=signals.server.was_told,
+        given_up=signals.server.is_stopping,
     )
 
     port = signals.server.port or settings.port

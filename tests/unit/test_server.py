@@ -7,7 +7,8 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from app.fleet.server import OTHER_FILES, SURPLUS, Connections, Server
+from app.fleet.server.connections import OTHER_FILES, SURPLUS, Connections
+from app.fleet.server.process import Server
 from app.settings import Settings
 
 BESIDE = Settings.load().pool_max + SURPLUS + OTHER_FILES
@@ -46,7 +47,7 @@ def test_another_protocol_is_left_as_it_is_and_warned_about(
     config.load()
     monkeypatch.setattr(signal, "getsignal", lambda _: uvicorn.Server(config).handle_exit)
     settings = Settings.load()
-    Server().open_to_clients(settings, Connections(settings))
+    Server().limit_clients(settings, Connections(settings))
     assert config.http_protocol_class is H11Protocol
     assert [record.message for record in caplog.records] == ["server.not_limited"]
 
@@ -56,6 +57,6 @@ def test_where_uvicorn_is_not_the_server_nothing_is_done(monkeypatch: pytest.Mon
     monkeypatch.setattr(signal, "getsignal", lambda _: handler)
     settings = Settings.load()
     server, connections = Server(), Connections(settings)
-    server.open_to_clients(settings, connections)
-    server.bound_patience(5)
-    assert (server.port, server.reloading, server.was_told(), connections.open) == (None, False, False, 0)
+    server.limit_clients(settings, connections)
+    server.limit_graceful_shutdown(5)
+    assert (server.port, server.reloading, server.is_stopping(), connections.open) == (None, False, False, 0)

@@ -12,7 +12,7 @@ from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.refused_keys import Reason
 from app.fleet.lifecycle import Phase
-from app.fleet.server import REASONS
+from app.fleet.server.connections import REASONS
 from app.fleet.telemetry.metrics import Figures, Value
 
 router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])

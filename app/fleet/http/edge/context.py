@@ -15,7 +15,7 @@ from app.fleet.http.edge.problems import Unavailable
 from app.fleet.http.edge.readiness import Readiness
 from app.fleet.http.edge.refused_keys import RefusedKeys
 from app.fleet.lifecycle import Lifecycle
-from app.fleet.server import Connections
+from app.fleet.server.connections import Connections
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.stream import Stream

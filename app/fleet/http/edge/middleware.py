@@ -33,7 +33,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.fleet import server
 from app.fleet.errors import FleetError
 from app.fleet.http.edge import audit, auth
 from app.fleet.http.edge.context import Context
@@ -47,6 +46,7 @@ from app.fleet.http.edge.problems import (
     problem,
 )
 from app.fleet.lifecycle import Phase
+from app.fleet.server import protocol
 from app.fleet.telemetry.logs import PROBES, events, request_id
 
 log = events(__name__)
@@ -117,7 +117,7 @@ class Exchange:
         headers = Headers(scope=scope)
         self._id = sensible_id(headers.get("x-request-id"))
         self._has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        self._over_limit = server.is_over_limit(scope)
+        self._over_limit = protocol.is_over_limit(scope)
         self._received = 0
         self._body_read = False
         self._left = False
@@ -285,7 +285,7 @@ class Exchange:
                 await self._send(message)
         except TimeoutError:
             log.info("stream.cut", path=self._scope["path"], seconds=patience)
-            if server.reset(self._send):
+            if protocol.reset(self._send):
                 # Until the server knows; what follows is sent nowhere, and the application hears that the client left.
                 await self._receive()
 

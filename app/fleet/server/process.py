@@ -1,0 +1,61 @@
+"""The uvicorn server that runs this process, found by its signal handler; without one, every method does nothing."""
+
+import signal
+from functools import partial
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from app.fleet.server.connections import Connections
+from app.fleet.server.protocol import LimitedHttpProtocol
+from app.fleet.settings import FleetSettings
+from app.fleet.telemetry.logs import events
+
+log = events(__name__)
+
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+class Server:
+    def __init__(self) -> None:
+        found = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        self._server = found if isinstance(found, uvicorn.Server) else None
+        self._config = self._server.config if self._server is not None else None
+
+    @property
+    def runs_this_process(self) -> bool:
+        """Whether the process is a uvicorn server's, and not, for example, a test's that does other things as well."""
+        return self._server is not None
+
+    @property
+    def port(self) -> int | None:
+        return self._config.port if self._config is not None else None
+
+    @property
+    def reloading(self) -> bool:
+        """Whether `--reload` is on: no load balancer is involved, and a developer waits for the restart."""
+        return self._config is not None and self._config.should_reload
+
+    def is_stopping(self) -> bool:
+        """Whether uvicorn itself has received a signal, as it does until `Signals.install`."""
+        return self._server is not None and self._server.should_exit
+
+    def limit_graceful_shutdown(self, seconds: int) -> None:
+        """Limit how long uvicorn waits for requests in flight, unless its own limit (by default none) is shorter."""
+        if self._config is not None:
+            configured = self._config.timeout_graceful_shutdown
+            self._config.timeout_graceful_shutdown = seconds if configured is None else min(seconds, configured)
+
+    def limit_clients(self, settings: FleetSettings, connections: Connections) -> None:
+        """Put the limits for clients in place. Called in the event loop, before the listener is open."""
+        server, config = self._server, self._config
+        if server is None or config is None:
+            return
+        if not settings.api_keys and config.uds is None and config.host not in LOOPBACK:
+            log.warning("server.exposed", host=config.host)
+        if config.http_protocol_class is not HttpToolsProtocol:
+            log.warning("server.not_limited", protocol=str(config.http))
+            return
+        connections.begin(server)
+        config.http_protocol_class = partial(LimitedHttpProtocol, connections)  # type: ignore[assignment]  # it is called
+        config.timeout_keep_alive = settings.idle_timeout  # type: ignore[assignment]  # given to `call_later` only
