@@ -20,19 +20,17 @@ from dotenv import dotenv_values
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.fleet.api_keys import KEY
 from app.fleet.errors import SettingsError
 from app.fleet.telemetry import redaction
 
 PREFIX = "FLOTILLA_"
 NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
-# A key as it is configured: who, what it may do, and the SHA-256 of the secret (which is random, so no salt is needed).
-KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64}):(?P<scope>read|operate|admin):(?P<digest>[0-9a-f]{64})")
 PASSWORD = re.compile(r"\bpassword\s*=\s*(?:'((?:[^'\\]|\\.)*)'|(\S+))")
 # What every step of the shutdown besides drain and pause may take together, and what the watchdog keeps in reserve.
 STEPS_RESERVE = 14.0
 WATCHDOG_RESERVE = 3.0
 
-Scope = Literal["read", "operate", "admin"]
 Seconds = Annotated[float, Field(ge=0, le=3600)]
 Timeout = Annotated[float, Field(ge=1, le=3600)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.fleet.http.edge.auth import make_key
+from app.fleet.api_keys import make_key
 from app.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]

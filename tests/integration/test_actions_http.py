@@ -10,10 +10,10 @@ import psycopg
 import pytest
 
 from app.fleet import InSession, Run, action, trigger
+from app.fleet.api_keys import make_key
 from app.fleet.engine.actions import admin
 from app.fleet.engine.dispatch.scheduler import READ_UNLOCKED
 from app.fleet.engine.maintenance.reconciler import Reconciler
-from app.fleet.http.edge.auth import make_key
 from app.fleet.http.edge.problems import BY_STATUS
 from tests.integration.test_edge import is_problem
 from tests.support.runs import LocalInstance, local_instance, soon

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.fleet.http.edge.auth import make_key
+from app.fleet.api_keys import make_key
 from app.fleet.http.edge.refused_keys import MAX_UNKNOWN_KEYS
 from tests.integration.test_edge import is_problem
 from tests.support.fleet import run

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import Response
 
-from app.fleet.http.edge.auth import make_key
+from app.fleet.api_keys import make_key
 from app.fleet.http.edge.problems import KINDS
 from app.fleet.http.edge.readiness import CACHED_FOR
 from tests.support.postgres import Postgres

@@ -8,8 +8,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from app.fleet.cli.doctor import Level, examine
 from app.fleet.db import dsn, preflight
-from app.fleet.doctor import Level, examine
 from app.fleet.errors import (
     DatabaseReadOnly,
     DatabasesDiffer,

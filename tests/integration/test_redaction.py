@@ -3,7 +3,7 @@
 import psycopg
 import pytest
 
-from app.fleet.doctor import Finding, Level
+from app.fleet.cli.doctor import Finding, Level
 from app.fleet.telemetry.redaction import describe
 from tests.support.runs import local_instance
 

@@ -10,11 +10,11 @@ import psycopg
 import pytest
 
 from alembic import command
+from app.fleet.api_keys import make_key
 from app.fleet.db import migrations
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.run import EVENT_MOST
 from app.fleet.engine.maintenance import rescuer
-from app.fleet.http.edge.auth import make_key
 from app.fleet.http.events import Age
 from app.fleet.http.events import told as told_over_http
 from app.fleet.runs import records

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from app.fleet.api_keys import make_key
 from app.fleet.errors import SettingsError
-from app.fleet.http.edge.auth import make_key
 from app.fleet.settings import FleetSettings
 from app.settings import Settings
 

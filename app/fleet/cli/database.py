@@ -3,10 +3,10 @@
 import dataclasses
 import sys
 
+from app.fleet.cli.doctor import Level, examine
 from app.fleet.cli.terminal import AsJson, load, say, say_json
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.namespace import Namespace
-from app.fleet.doctor import Level, examine
 from app.fleet.telemetry import logs
 
 

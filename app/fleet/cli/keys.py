@@ -4,10 +4,9 @@ from typing import Annotated
 
 import typer
 
+from app.fleet.api_keys import KEY, Scope, make_key
 from app.fleet.cli.terminal import say
 from app.fleet.errors import SettingsError
-from app.fleet.http.edge.auth import make_key
-from app.fleet.settings import KEY, Scope
 
 
 def key(

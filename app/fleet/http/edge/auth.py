@@ -10,10 +10,8 @@ In production the service refuses to start without keys; in development, with no
 open always, and answer with their status only. Refused keys are counted, and slowed down (`refusals.py`).
 """
 
-import hashlib
 import hmac
 import re
-import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Annotated, Any
 
@@ -21,24 +19,15 @@ from fastapi import Depends, Request
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 
+from app.fleet.api_keys import KEY, Scope, digest
 from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.problems import Forbidden, TooManyRequests, Unauthorized
-from app.fleet.settings import KEY, FleetSettings, Scope
+from app.fleet.settings import FleetSettings
 
 RANK: dict[Scope, int] = {"read": 0, "operate": 1, "admin": 2}
 
 bearer = HTTPBearer(auto_error=False, description="An API key")
 header = APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key")
-
-
-def make_key(name: str, scope: Scope) -> tuple[str, str]:
-    """Return a new key, and the line that lets it in."""
-    key = f"flotilla_{secrets.token_urlsafe(32)}"
-    return key, f"{name}:{scope}:{digest(key)}"
-
-
-def digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def scope_of(settings: FleetSettings, key: str) -> Scope | None:
