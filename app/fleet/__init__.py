@@ -1,7 +1,4 @@
-"""What makes N instances of one service safe, on PostgreSQL alone.
-
-This page is the public API. A service author imports from here; everything below may change.
-"""
+"""The public API of Flotilla: everything that a service imports. Any other module of `app.fleet` may change."""
 
 from app.fleet.coordination.coordination import breaker, limit, lock
 from app.fleet.coordination.locks.lock import HeldLock

@@ -1,10 +1,11 @@
-"""Every setting of the fleet: one frozen object, read once, refused as a whole when a part of it is wrong.
+"""All settings of the fleet, in one frozen object: read once at the start, checked together, refused as a whole.
 
-Each is an environment variable with the prefix `FLOTILLA_` (or a line in `.env`); `DATABASE_URL` and
-`DATABASE_DIRECT_URL` also work without the prefix, as platforms provide them. An unknown `FLOTILLA_` name is an
-error: a typing error that silently leaves the default in place is found in production otherwise.
+Each setting is an environment variable with the prefix `FLOTILLA_`, or a line in `.env`. `DATABASE_URL` and
+`DATABASE_DIRECT_URL` also work without the prefix, because platforms provide them so. An unknown `FLOTILLA_` name is an
+error: otherwise a typing error would silently leave the default in place, and be found in production.
 
-A service adds its own settings by subclassing (see `app/settings.py`).
+`docs/reference/settings.md` says what each setting means. Durations are in seconds, sizes in bytes. A service adds its
+own settings in a subclass (`app/settings.py`).
 """
 
 import difflib
@@ -27,8 +28,9 @@ from app.fleet.telemetry import redaction
 PREFIX = "FLOTILLA_"
 NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 PASSWORD = re.compile(r"\bpassword\s*=\s*(?:'((?:[^'\\]|\\.)*)'|(\S+))")
-# What every step of the shutdown besides drain and pause may take together, and what the watchdog keeps in reserve.
+# Seconds that all steps of the shutdown other than drain and pause may take together.
 STEPS_RESERVE = 14.0
+# Seconds before the end of the grace period at which the watchdog ends the process.
 WATCHDOG_RESERVE = 3.0
 
 Seconds = Annotated[float, Field(ge=0, le=3600)]
@@ -87,7 +89,7 @@ class FleetSettings(BaseSettings):
 
     @classmethod
     def load(cls, **values: Any) -> Self:
-        """Read the environment; raise `SettingsError` with a text for the person who set it."""
+        """Read the environment and `.env`. Raise `SettingsError` if a name is unknown or a value is wrong."""
         refuse_unknown(cls)
         try:
             settings = cls(**values)
@@ -97,7 +99,7 @@ class FleetSettings(BaseSettings):
         return settings
 
     def secrets(self) -> Iterator[str]:
-        """Return what must never be written anywhere: the secrets, and of addresses the passwords in them."""
+        """Yield the values that no log or message may contain: the secrets, and the passwords in addresses."""
         for value in vars(self).values():
             for each in value if isinstance(value, tuple) else (value,):
                 if isinstance(each, SecretStr):
@@ -109,12 +111,12 @@ class FleetSettings(BaseSettings):
 
     @property
     def embedded(self) -> bool:
-        """No database was named: use the development one under `.flotilla/`."""
+        """Whether the instance uses the embedded PostgreSQL under `.flotilla/`, because no address is set."""
         return self.database_url is None
 
     @property
     def pooled(self) -> bool:
-        """The pool goes through a pooler: nothing may be kept in its sessions."""
+        """Whether the pool connects through a pooler, so that its sessions may not keep any state."""
         return self.database_direct_url is not None and self.database_direct_url != self.database_url
 
     @property
@@ -127,14 +129,14 @@ class FleetSettings(BaseSettings):
 
     @property
     def drain_delay_seconds(self) -> float:
-        """In production as long as load balancers usually need to notice; at a desk, hardly any."""
+        """By default, in production as long as load balancers usually need to notice; in development, 1 s."""
         if self.drain_delay is not None:
             return self.drain_delay
         return 5.0 if self.production else 1.0
 
     @field_validator("namespace", "instance_name", "workspace")
     @classmethod
-    def _is_a_name(cls, value: str | None) -> str | None:
+    def _check_name(cls, value: str | None) -> str | None:
         if value is not None and not NAME.fullmatch(value):
             raise ValueError(
                 f"{value!r} is not a valid name: use a lower-case letter, then up to 62 lower-case letters, digits "
@@ -144,9 +146,9 @@ class FleetSettings(BaseSettings):
 
     @field_validator("namespace")
     @classmethod
-    def _is_not_reserved(cls, value: str) -> str:
+    def _check_not_reserved(cls, value: str) -> str:
         if value.startswith("pg-") or value in {"pg", "information-schema"}:
-            raise ValueError(f"{value!r} would become a schema name that PostgreSQL keeps for itself; choose another")
+            raise ValueError(f"{value!r} would become a schema name that PostgreSQL reserves; choose another one")
         return value
 
     @field_validator("api_keys", "actions", mode="before")
@@ -156,47 +158,49 @@ class FleetSettings(BaseSettings):
 
     @field_validator("api_keys")
     @classmethod
-    def _are_keys(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    def _check_keys(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         for number, key in enumerate(value, 1):
             if not KEY.fullmatch(key.get_secret_value()):
                 raise ValueError(
-                    f"key number {number} is not of the form NAME:SCOPE:SHA256, with a scope of read, operate or "
-                    f"admin: `flotilla key NAME --scope read` makes a key and prints that line"
+                    f"key number {number} is not of the form NAME:SCOPE:SHA256, where SCOPE is read, operate or "
+                    f"admin: `flotilla key NAME --scope read` makes a key and prints this line"
                 )
         return value
 
     @model_validator(mode="after")
-    def _holds_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.pool_min > self.pool_max:
             raise ValueError(f"POOL_MIN ({self.pool_min}) is larger than POOL_MAX ({self.pool_max})")
         if self.embedded and self.database_direct_url is not None:
-            raise ValueError("DATABASE_DIRECT_URL is set but DATABASE_URL is not; set both, or DATABASE_URL alone")
+            raise ValueError("DATABASE_DIRECT_URL is set, but DATABASE_URL is not: set both, or only DATABASE_URL")
         if self.production:
-            self._is_fit_for_production()
+            self._check_production()
         needed = self.drain_delay_seconds + self.drain_timeout + self.pause_timeout + STEPS_RESERVE + WATCHDOG_RESERVE
         if needed > self.grace_period:
             raise ValueError(
                 f"GRACE_PERIOD is {self.grace_period:g} s, but an ordered shutdown may take {needed:g} s (DRAIN_DELAY "
                 f"{self.drain_delay_seconds:g} + DRAIN_TIMEOUT {self.drain_timeout:g} + PAUSE_TIMEOUT "
                 f"{self.pause_timeout:g} + {STEPS_RESERVE + WATCHDOG_RESERVE:g} for the other steps): the platform "
-                f"would kill it half-way. Raise GRACE_PERIOD (and terminationGracePeriodSeconds), or lower the others"
+                f"would kill the process during it. Raise GRACE_PERIOD (and terminationGracePeriodSeconds), or lower "
+                f"the others"
             )
         return self
 
-    def _is_fit_for_production(self) -> None:
+    def _check_production(self) -> None:
         if self.embedded:
             raise ValueError(
                 "the embedded database is for development only, and ENVIRONMENT is 'production': set DATABASE_URL"
             )
         if not self.api_keys:
             raise ValueError(
-                "no API_KEYS are set, and ENVIRONMENT is 'production': anyone could read and operate this service. "
-                "Make one with `flotilla key NAME --scope admin` and set FLOTILLA_API_KEYS to the line it prints"
+                "API_KEYS is not set, and ENVIRONMENT is 'production': all callers could read and operate this "
+                "service. Make a key with `flotilla key NAME --scope admin`, and set FLOTILLA_API_KEYS to the line "
+                "that it prints"
             )
 
 
 def passwords(secret: str) -> Iterator[str]:
-    """Return the password in an address or in libpq's key=value form; of any other secret, the secret itself."""
+    """Yield the password in an address or in libpq's key=value form; for any other secret, the secret itself."""
     if "://" in secret:
         with suppress(ValueError):
             yield from filter(None, [urlsplit(secret).password])
@@ -207,7 +211,7 @@ def passwords(secret: str) -> Iterator[str]:
 
 
 def known_names(settings: type[FleetSettings]) -> set[str]:
-    """Return the environment variables that mean something."""
+    """Return the environment variables that set a field."""
     return {PREFIX + field.upper() for field in settings.model_fields}
 
 
@@ -225,12 +229,12 @@ def refuse_unknown(settings: type[FleetSettings]) -> None:
             )
         else:
             close = difflib.get_close_matches(name.upper(), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "see docs/reference/settings.md for all of them"
+            hint = f"did you mean {close[0]}?" if close else "docs/reference/settings.md lists all settings"
         raise SettingsError(f"{name} is not a setting; {hint}")
 
 
 def explain(error: ValidationError) -> str:
-    """Turn pydantic's report into lines for the person who set the environment."""
+    """Turn pydantic's report into one line that names each environment variable."""
     lines = []
     for part in error.errors(include_url=False, include_input=False):
         where = str(part["loc"][0]).upper().removeprefix(PREFIX) if part["loc"] else ""

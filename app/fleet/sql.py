@@ -1,11 +1,11 @@
-"""Print the SQL statements that Flotilla sends, by name: `python -m app.fleet.sql engine.claim.CLAIM`.
+"""Print the SQL statements that Flotilla sends, by name: `python -m app.fleet.sql dispatch.claim.CLAIM`.
 
-Every statement that names a table is a constant of the type `Statement`, alone or in a mapping of several. Its name is
-the module's, below `app.fleet`, and the constant's. It is printed as PostgreSQL receives it, in the namespace
-`flotilla`, with the driver's placeholders.
+Every statement that names a table is a constant of the type `Statement`, or a value of a mapping of statements. Its
+name here is the module's name below `app.fleet`, a dot and the constant's name. It is printed as PostgreSQL receives
+it, in the namespace `flotilla`, with the driver's placeholders.
 
-`tests/golden/` has a file for each statement, and a test compares them. So a diff shows every change of a statement,
-whichever Python file was edited. `make golden` writes these files anew.
+`tests/golden/` has one file per statement, and a test compares them. So a diff shows every change of a statement,
+whichever Python file was edited. `make golden` writes these files again.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NAMESPACE = Namespace("flotilla")
 
 
 def statements() -> dict[str, str]:
-    """Return every statement as it is sent, by its name."""
+    """Return every statement by its name, as it is sent."""
     found: dict[str, str] = {}
     for each in pkgutil.walk_packages(fleet.__path__, f"{fleet.__name__}."):
         module = importlib.import_module(each.name)
@@ -35,7 +35,7 @@ def statements() -> dict[str, str]:
 
 
 def of_module(module: ModuleType) -> Iterator[tuple[str, Statement]]:
-    """Yield the statements that a module defines; not those that it imports."""
+    """Yield the statements that a module defines, without those that it imports."""
     for name in assigned(module):
         value = getattr(module, name, None)
         if isinstance(value, Statement):
@@ -56,7 +56,7 @@ def rendered(statement: Statement) -> str:
 
 
 def write(folder: Path) -> None:
-    """Write a file for each statement, and delete those of statements that are no more."""
+    """Write one file per statement, and delete the files of statements that no longer exist."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.sql"):
         old.unlink()
@@ -66,17 +66,19 @@ def write(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m app.fleet.sql", description="Print SQL statements by name.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a statement's name, or its end; without: list all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="a statement's name, or the end of it (default: list all names)"
+    )
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write each statement to a file in this folder")
     options = parser.parse_args()
     if options.write:
         write(options.write)
         return
     known = statements()
-    wanted = {name: [each for each in known if f".{each}".endswith(f".{name}")] for name in options.names}
-    if unknown := [name for name, found in wanted.items() if not found]:
-        parser.error(f"no such statement: {', '.join(unknown)} (without a name, all names are listed)")
-    for name in [each for found in wanted.values() for each in found]:
+    matches = {name: [each for each in known if f".{each}".endswith(f".{name}")] for name in options.names}
+    if unknown := [name for name, found in matches.items() if not found]:
+        parser.error(f"no such statement: {', '.join(unknown)} (without a NAME, all names are listed)")
+    for name in [each for found in matches.values() for each in found]:
         sys.stdout.write(f"-- {name}\n{known[name]}\n")
     if not options.names:
         sys.stdout.write("".join(f"{name}\n" for name in known))

@@ -224,7 +224,7 @@ def test_production_on_the_embedded_database() -> None:
 
 
 def test_production_without_keys(address: str) -> None:
-    refused_start(address, "no API_KEYS are set", FLOTILLA_ENVIRONMENT="production")
+    refused_start(address, "API_KEYS is not set", FLOTILLA_ENVIRONMENT="production")
 
 
 def test_an_unknown_setting(address: str) -> None:

@@ -159,7 +159,7 @@ def test_every_setting_says_what_it_means_and_what_happens_when_it_is_wrong() ->
 
 def test_a_default_that_depends_on_the_environment_is_described_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     development = Settings.load()
-    monkeypatch.setattr(FleetSettings, "_is_fit_for_production", lambda _: None)
+    monkeypatch.setattr(FleetSettings, "_check_production", lambda _: None)
     production = Settings.load(environment="production")
     meaning = {name: row["Meaning"] for name, row in described_settings().items()}
     delay = f"{production.drain_delay_seconds:g} in production, {development.drain_delay_seconds:g} in development"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from app.fleet.telemetry.logs import Formatter, events, request_id, tells_something
+from app.fleet.telemetry.logs import Formatter, events, is_worth_a_line, request_id
 
 
 def record(event: str, **fields: object) -> logging.LogRecord:
@@ -60,7 +60,7 @@ def test_an_error_that_is_logged_brings_its_traceback(level: str, caplog: pytest
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "told"),
+    ("path", "status", "logged"),
     [
         ("/health/ready", 200, False),
         ("/health/live", 200, False),
@@ -68,10 +68,10 @@ def test_an_error_that_is_logged_brings_its_traceback(level: str, caplog: pytest
         ("/actions", 200, True),
     ],
 )
-def test_probes_that_found_all_well_are_left_out(path: str, status: int, told: bool) -> None:
+def test_successful_probes_are_not_logged(path: str, status: int, logged: bool) -> None:
     made = record("access")
     made.args = ("127.0.0.1:1", "GET", path, "1.1", status)
-    assert tells_something(made) is told
+    assert is_worth_a_line(made) is logged
 
 
 def test_a_password_is_taken_out_whoever_wrote_the_line() -> None:

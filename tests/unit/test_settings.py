@@ -80,8 +80,8 @@ def test_a_valid_name_is_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pg-mine", "pg", "information-schema"])
-def test_a_namespace_that_postgresql_keeps_for_itself_is_refused(name: str) -> None:
-    assert "PostgreSQL keeps for itself" in refused(namespace=name)
+def test_a_namespace_that_postgresql_reserves_is_refused(name: str) -> None:
+    assert "PostgreSQL reserves" in refused(namespace=name)
 
 
 def test_production_is_refused_on_the_embedded_database_and_without_keys() -> None:

@@ -13,7 +13,7 @@ from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.refused_keys import Reason
 from app.fleet.lifecycle import Phase
 from app.fleet.server.connections import REASONS
-from app.fleet.telemetry.metrics import Figures, Value
+from app.fleet.telemetry.metrics import FleetCollector, Value
 
 router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
 
@@ -21,7 +21,7 @@ router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
 @router.get("/metrics", response_class=Response)
 async def metrics(context: InContext) -> Response:
     """Return the figures of this instance in Prometheus' text format."""
-    return Response(generate_latest(Figures().fill(values(context))), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(FleetCollector().fill(values(context))), media_type=CONTENT_TYPE_LATEST)
 
 
 def values(context: Context) -> Mapping[str, Value]:

@@ -1,1 +1,1 @@
-"""What the fleet says about itself: logs, metrics. Seen by every room, sees none."""
+"""Logs and metrics. Every other room imports it; it imports none of them."""

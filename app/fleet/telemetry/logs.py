@@ -1,16 +1,16 @@
-"""Logs are events: a name and fields, one line each, always with namespace, instance and request.
+"""Logs: each line is an event with a name and fields, and always has the namespace, the instance and the request.
 
     log = events(__name__)
     log.info("link.lost", reason="timeout", silent_ms=2510)
 
-In production a line is a JSON object; at a terminal it is text for people. The lines of uvicorn, Alembic and every
-other library go through the same handler and carry the same fields.
+In production a line is a JSON object; in development it is text. The lines of uvicorn, Alembic and all other libraries
+go through the same handler and have the same fields.
 
-Every value is redacted (`redaction.py`), bounded in length, and only then formatted. So a line of JSON is always valid
-JSON, and nobody who can put a text into a log line can forge a second one: in the text format, control characters are
-escaped and every line of a traceback is indented.
+Every value is redacted (`redaction.py`), then bounded in length, then formatted. So a line of JSON is always valid, and
+a text inside a line cannot forge another line: in the text format, control characters are escaped, and every line of a
+traceback is indented.
 
-What it does not promise: lines of uvicorn's own supervisor (`--workers`, `--reload`), which never loads the service.
+Not covered: lines of uvicorn's own supervisor (`--workers`, `--reload`), which never loads the service.
 """
 
 import json
@@ -26,19 +26,19 @@ from app.fleet.telemetry.redaction import HIDDEN, printable, redact
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-# How many characters of a field, and of a traceback, a line may have. Of a longer traceback both ends are kept.
-FIELD_LONGEST = 4_000
-TRACE_LONGEST = 16_000
-DEEPEST = 5
+# Characters of a field, and of a traceback, in a line. Of a longer traceback, both ends are kept.
+MAX_FIELD = 4_000
+MAX_TRACE = 16_000
+MAX_DEPTH = 5
 COLOURS = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[41m"}
-# Loggers that would otherwise write lines of their own shape (uvicorn) or far too many of them.
+# Loggers that would otherwise write lines in their own format (`ADOPTED`), or too many lines (`QUIET`).
 ADOPTED = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "alembic", "fastapi")
 QUIET = ("psycopg.pool", "alembic.runtime.plugins", "watchfiles")
 PROBES = ("/health/live", "/health/ready")
 
 
 class Events:
-    """A logger whose lines are an event name and fields."""
+    """A logger for events with fields."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -64,7 +64,7 @@ def events(name: str) -> Events:
 
 
 class Formatter(logging.Formatter):
-    """Both shapes of a line. `identity` is what is true of the whole process."""
+    """Formats a line as JSON or as text. `identity` holds the fields that all lines of this process have."""
 
     def __init__(self, *, as_json: bool, colour: bool = False) -> None:
         super().__init__()
@@ -74,10 +74,10 @@ class Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {key: safe(value) for key, value in getattr(record, "fields", {}).items()}
-        event = clean(message_of(record), FIELD_LONGEST)
+        event = clean(message_of(record), MAX_FIELD)
         trace = None
         if record.exc_info:
-            trace = clean(self._trace_of(record), TRACE_LONGEST, keep_end=True)
+            trace = clean(self._trace_of(record), MAX_TRACE, keep_end=True)
         return self._json(record, event, fields, trace) if self._as_json else self._text(record, event, fields, trace)
 
     def _trace_of(self, record: logging.LogRecord) -> str:
@@ -100,7 +100,7 @@ class Formatter(logging.Formatter):
         }
         if trace:
             line["error"] = trace
-        # `json.dumps` escapes the first 32 control characters alone. The others can occur only within strings.
+        # `json.dumps` escapes only the first 32 control characters. The others can occur only inside strings.
         return printable_json(json.dumps(line, ensure_ascii=False))
 
     def _text(self, record: logging.LogRecord, event: str, fields: dict[str, Any], trace: str | None) -> str:
@@ -112,7 +112,7 @@ class Formatter(logging.Formatter):
             words.append(f"request_id={word(rid)}")
         line = " ".join(words)
         if trace:
-            # Indented, so that no line of an exception's text looks like one of the log's own.
+            # Indented, so that no line of an exception's text looks like a line of the log.
             line = "\n    ".join([line, *(printable(part) for part in trace.split("\n"))])
         colour = COLOURS.get(record.levelname) if self._colour else None
         return f"{colour}{line}\x1b[0m" if colour else line
@@ -121,12 +121,12 @@ class Formatter(logging.Formatter):
 def message_of(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except BaseException:  # noqa: BLE001 — an argument's `__str__` may do anything, and the line is wanted all the same
+    except BaseException:  # noqa: BLE001 — an argument's `__str__` may do anything, and the line must be written anyway
         return str(record.msg)
 
 
 def safe(value: Any, depth: int = 0) -> Any:
-    """Return the value as JSON can carry it: redacted, bounded, and without anything that `json.dumps` refuses."""
+    """Return the value as JSON can represent it: redacted, bounded, and without anything that `json.dumps` refuses."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, float):
@@ -134,9 +134,9 @@ def safe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, int):
         # Python refuses to write integers of more than 4,300 digits.
         return int(value) if value.bit_length() <= 128 else f"(an integer of {value.bit_length()} bits)"
-    if depth < DEEPEST:
+    if depth < MAX_DEPTH:
         if isinstance(value, Mapping):
-            # Written as `name=value` first, so that a value is hidden for the name it stands under.
+            # Tried as `name=value`, so that a value is also hidden because of its name.
             return {
                 str(key): HIDDEN if redact(f"{key}=x") != f"{key}=x" else safe(each, depth + 1)
                 for key, each in value.items()
@@ -147,11 +147,11 @@ def safe(value: Any, depth: int = 0) -> Any:
         text = str(value)
     except BaseException:  # noqa: BLE001 — whatever the object's own method raises
         text = f"({type(value).__name__} that cannot be written)"
-    return clean(text, FIELD_LONGEST)
+    return clean(text, MAX_FIELD)
 
 
 def clean(text: str, longest: int, *, keep_end: bool = False) -> str:
-    """Redact a text; cut it if it is too long, and say how much is missing."""
+    """Redact a text. Cut a text that is too long, and say how much is missing."""
     length = len(text)
     text = redact(text)
     if len(text) <= longest:
@@ -163,7 +163,7 @@ def clean(text: str, longest: int, *, keep_end: bool = False) -> str:
 
 
 def word(value: Any) -> str:
-    """Write a field's value for people: as it is, or in quotes where it would otherwise be read as something else."""
+    """Write a field's value in the text format: as it is, or in quotes if it would be ambiguous."""
     text = str(value)
     if not text or any(each in text for each in ' ="') or not text.isprintable():
         return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
@@ -177,11 +177,11 @@ def printable_json(text: str) -> str:
 
 
 class Handler(logging.StreamHandler[Any]):
-    """Marks the handler as ours, so that setting up twice leaves one."""
+    """Our handler. Its class identifies it, so that a second `set_up` replaces the first."""
 
 
 def set_up(*, as_json: bool, level: str, namespace: str) -> None:
-    """Send every line of this process through one handler. Safe to call again."""
+    """Send all lines of this process through one handler. It may be called again."""
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if isinstance(handler, Handler)]:
         root.removeHandler(old)
@@ -195,18 +195,18 @@ def set_up(*, as_json: bool, level: str, namespace: str) -> None:
         adopted.propagate = True
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("uvicorn.access").addFilter(tells_something)
+    logging.getLogger("uvicorn.access").addFilter(is_worth_a_line)
     identify(namespace=namespace, instance="-")
 
 
-def tells_something(record: logging.LogRecord) -> bool:
-    """Leave out the probes that found all well: several a second, for ever, they would hide the rest."""
+def is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Filter out successful probes: there are several per second, and they would hide the other lines."""
     path, status = (record.args[2], record.args[4]) if isinstance(record.args, tuple) else ("", 0)
     return not (status == 200 and str(path).startswith(PROBES))
 
 
 def identify(**identity: str) -> None:
-    """Say who this process is, on every line from now on."""
+    """Add these fields to every line of this process from now on."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, Handler) and isinstance(handler.formatter, Formatter):
             handler.formatter.identity |= identity

@@ -1,19 +1,19 @@
 """Redaction: no secret leaves the process in a log line, a run's stored error, a problem or a report of `doctor`.
 
-Every text that is written for people passes through `redact` before it is formatted, so that a line of JSON stays a
-line of JSON. A secret is found in two ways:
+Every text for people passes through `redact` before it is formatted, so that a line of JSON stays valid. A secret is
+found in two ways:
 
-    by value    Each secret among the settings (`SecretStr`) is remembered when the settings are read. It is replaced
-                wherever it appears, percent-encoded or not, whatever stands around it.
-    by shape    Passwords in addresses, `password=…` and `"password": "…"` under all names that secrets usually have,
-                bearer tokens, and the parameters that SQLAlchemy appends to the text of a database error.
+    by value    `remember` stores each secret of the settings (`SecretStr`) when the settings are read. It is replaced
+                wherever it appears as a whole word, percent-encoded or not.
+    by shape    Passwords in addresses; `password=…` and `"password": "…"` under all usual names of secrets; bearer
+                tokens; and the parameters that SQLAlchemy appends to the text of a database error.
 
-`describe` turns an exception into one bounded line: its class and its text, redacted. Of a database error it keeps the
-server's main message alone, because the statement and the row's values belong to the log and not to every reader of
-runs. It never raises, whatever the exception's own `__str__` does.
+`describe` turns an exception into one bounded line: its class and its text, redacted. Of a database error it keeps only
+the server's main message, because the statement and the row's values are for the log and not for all readers of runs.
+It never raises, whatever the exception's own `__str__` does.
 
-What it does not promise: a secret that is not among the settings and has no such shape is not recognised. A value of
-fewer than `SHORTEST` characters is hidden by its shape alone, since it may be part of ordinary words.
+Not guaranteed: a secret that is neither a setting nor has one of these shapes is not recognised. A secret with fewer
+than `MIN_SECRET` characters is only hidden by its shape, because it may be part of ordinary words.
 """
 
 import re
@@ -23,13 +23,13 @@ from urllib.parse import quote, unquote
 import psycopg
 from sqlalchemy.exc import StatementError
 
-SHORTEST = 6
+MIN_SECRET = 6
 HIDDEN = "***"
-# What `describe` keeps of a text; the rest is counted.
-LONGEST = 10_000
-# How much of a text is looked at, half of it at its end. The middle of a longer one is left out: an action may raise an
-# error of 50 MB, and looking through it takes the event loop a third of a second for each.
-READ = 32_000
+# Characters of a text that `describe` keeps.
+MAX_DESCRIPTION = 10_000
+# Characters of a text that are searched, half of them at its end. The middle of a longer text is dropped: an action may
+# raise an error with a text of 50 MB, and the search would block the event loop for a third of a second.
+MAX_SEARCHED = 32_000
 
 _NAMES = (
     r"(?:pass(?:word|wd|phrase)|pwd|secret|authorization|credentials?"
@@ -37,53 +37,54 @@ _NAMES = (
 )
 _VALUE = r"""(?:\\+"(?:.*?)\\+"|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|(?:bearer|basic)\s+\S+|[^\s"'\\][^\s]*)"""
 _SHAPES = (
-    # The password of an address, which may contain an `@` of its own.
+    # The password of an address. The password may contain an `@`.
     (re.compile(r"(://[^:/@\s\"']*:)[^\s/?#\"'<>]*(@)"), rf"\1{HIDDEN}\2"),
-    # `PGPASSWORD=…`, `password = '…'`, `"password": "…"`, also where the quotes are escaped.
+    # `PGPASSWORD=…`, `password = '…'`, `"password": "…"`, also with escaped quotes.
     (re.compile(rf"({_NAMES}\\*[\"']?\s*[:=]\s*){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (
-        # To the end if there is no proper end: no second search begins then, however many beginnings there are.
+        # Without a proper end the match extends to the end of the text, so that a text with many beginnings is
+        # searched only once.
         re.compile(r"\[parameters: .*?(?:\](?=\s*(?:\(Background on|$|\n))|\Z)", re.DOTALL),
         f"[parameters: {HIDDEN}]",
     ),
 )
-# Texts without any of these characters or words have no such shape; most log lines do not.
-_WORTH_A_LOOK = re.compile(rf"://|{_NAMES}|bearer|\[parameters: ", re.IGNORECASE)
-# What SQLAlchemy appends to the text of an error begins with one of these.
+# A text that this does not match, as most log lines, has none of the shapes.
+_MAY_HAVE_SHAPE = re.compile(rf"://|{_NAMES}|bearer|\[parameters: ", re.IGNORECASE)
+# The texts that SQLAlchemy appends to an error begin with one of these.
 _APPENDED = ("[SQL: ", "(Background on this error at: ")
 
-# Shared by the whole process, as the environment is, and never emptied: a secret stays one.
+# Shared by the whole process, as the environment is, and never cleared: a secret stays a secret.
 _secrets: set[str] = set()
 _by_value: list[re.Pattern[str]] = []
 
 
 def remember(secrets: Iterable[str]) -> None:
-    """Hide these values from now on, in both the plain and the percent-encoded form."""
+    """Hide these values from now on, both plain and percent-encoded."""
     for secret in secrets:
-        _secrets.update(form for form in (secret, unquote(secret), quote(secret, safe="")) if len(form) >= SHORTEST)
+        _secrets.update(form for form in (secret, unquote(secret), quote(secret, safe="")) if len(form) >= MIN_SECRET)
     longest_first = sorted(_secrets, key=len, reverse=True)
     pattern = "|".join(re.escape(secret) for secret in longest_first)
-    # A whole word only: a password such as `postgres` must not tear `postgresql` apart.
+    # Only as a whole word: the password `postgres` must not be replaced within `postgresql`.
     _by_value[:] = [re.compile(rf"(?<!\w)(?:{pattern})(?!\w)")] if pattern else []
 
 
 def redact(text: str) -> str:
-    """Replace every secret in a text, and leave out the middle of a very long one."""
+    """Replace every secret in a text, and drop the middle of a very long text."""
     text = clip(text)
     for pattern in _by_value:
         text = pattern.sub(HIDDEN, text)
-    if _WORTH_A_LOOK.search(text):
+    if _MAY_HAVE_SHAPE.search(text):
         for shape, replacement in _SHAPES:
             text = shape.sub(replacement, text)
     return text
 
 
 def clip(text: str) -> str:
-    """Leave out the middle of a text that is longer than `READ`. Nobody keeps as much as the halves that stay."""
-    if len(text) <= READ:
+    """Drop the middle of a text that is longer than `MAX_SEARCHED`. All callers keep less than the remaining halves."""
+    if len(text) <= MAX_SEARCHED:
         return text
-    return f"{text[: READ // 2]} … ({len(text) - READ} more characters) … {text[-READ // 2 :]}"
+    return f"{text[: MAX_SEARCHED // 2]} … ({len(text) - MAX_SEARCHED} more characters) … {text[-MAX_SEARCHED // 2 :]}"
 
 
 def describe(error: BaseException) -> str:
@@ -93,8 +94,8 @@ def describe(error: BaseException) -> str:
     for appended in _APPENDED:
         text = text.partition(appended)[0].rstrip()
     text = printable(redact(" ".join(text.split())))
-    if len(text) > LONGEST:
-        text = f"{text[:LONGEST]}… ({max(len(text), len(whole)) - LONGEST} more characters)"
+    if len(text) > MAX_DESCRIPTION:
+        text = f"{text[:MAX_DESCRIPTION]}… ({max(len(text), len(whole)) - MAX_DESCRIPTION} more characters)"
     return f"{name}: {text}" if text else name
 
 
@@ -108,7 +109,7 @@ def printable(text: str) -> str:
 
 
 def _words(error: BaseException) -> tuple[str, str]:
-    """Return the name of the class that says most, and the text that belongs to it."""
+    """Return the class name and the text of an exception; for SQLAlchemy's errors, those of the original error."""
     cause = error.orig if isinstance(error, StatementError) and error.orig is not None else error
     name = type(cause).__name__
     if isinstance(cause, psycopg.Error) and cause.diag.message_primary:
