@@ -98,7 +98,8 @@ def sections(page: Path) -> dict[str, str]:
 
 def pages() -> list[Path]:
     examples = sorted((ROOT / "examples").rglob("*.md"))
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *examples]
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    return [*top, *sorted(DOCS.rglob("*.md")), *examples]
 
 
 def links(page: Path) -> Iterator[str]:
