@@ -1,7 +1,7 @@
 """The public API of Flotilla: everything that a service imports. Any other module of `app.fleet` may change."""
 
 from app.fleet.coordination.coordination import breaker, limit, lock
-from app.fleet.coordination.locks.lock import HeldLock
+from app.fleet.coordination.locks.held import HeldLock
 from app.fleet.coordination.singletons import singleton
 from app.fleet.engine.actions.action import Action, action
 from app.fleet.engine.enqueue.following import follow, result

@@ -21,14 +21,16 @@ A service that works in a loop writes the loop itself, with its own waits, and r
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import psycopg
 
 from app.fleet.errors import DatabaseError
 from app.fleet.telemetry.logs import Events
+
+Result = TypeVar("Result")
 
 CANCEL_INTERVAL = 0.25
 DEFECT_PAUSE = 1.0
@@ -130,6 +132,42 @@ class LoopErrors:
                 pause = self._defect_pause
         if pause > 0:
             await asyncio.sleep(pause)
+
+
+class BackgroundTasks:
+    """Tasks that continue although no caller awaits them. They are kept here: asyncio has only weak references."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def finish_or_undo(
+        self, work: Coroutine[Any, Any, Result | None], undo: Callable[[Result], object]
+    ) -> Result | None:
+        """Wait for work that continues when the caller is cancelled. Its result, if any, is then passed to `undo`."""
+        task = self.start(work)
+
+        def abandoned(_: object) -> None:
+            if not task.cancelled() and task.exception() is None and (result := task.result()) is not None:
+                undo(result)
+
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(abandoned)
+            raise
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            await cancel_and_wait(task)
 
 
 def jittered(seconds: float) -> float:

@@ -1,37 +1,37 @@
-WITH open AS MATERIALIZED (
+WITH available AS MATERIALIZED (
     SELECT l.name
     FROM "flotilla".service_locks AS l
     WHERE l.name = %(name)s AND l.token = %(token)s AND l.instance_id = %(me)s
     ORDER BY l.name
     LIMIT ALL
     FOR UPDATE SKIP LOCKED
-), next AS MATERIALIZED (
-    SELECT o.name, n.id, n.instance_id, n.instance, n.hostname, n.pid, n.holder, n.ttl
-    FROM open AS o
+), next_waiter AS MATERIALIZED (
+    SELECT a.name, n.id, n.instance_id, n.instance, n.hostname, n.pid, n.holder, n.ttl
+    FROM available AS a
     LEFT JOIN LATERAL (
         SELECT w.id, w.instance_id, i.name AS instance, i.hostname, i.pid, w.holder, w.ttl
         FROM "flotilla".lock_waiters AS w
         JOIN "flotilla".instances AS i ON i.id = w.instance_id AND i.state <> 'gone'
-        WHERE w.name = o.name
+        WHERE w.name = a.name
         ORDER BY w.id
         LIMIT 1
         FOR UPDATE OF w SKIP LOCKED
         FOR KEY SHARE OF i SKIP LOCKED
     ) AS n ON true
-), passed AS (
+), granted AS (
     UPDATE "flotilla".service_locks AS l
     SET token = l.token + CASE WHEN n.id IS NULL THEN 0 ELSE 1 END,
         instance_id = n.instance_id, instance = n.instance, hostname = n.hostname, pid = n.pid, holder = n.holder,
         ttl = n.ttl, waiter = n.id, acquired_at = clock_timestamp(), renewed_at = clock_timestamp(),
         expires_at = clock_timestamp() + n.ttl
-    FROM next AS n
+    FROM next_waiter AS n
     WHERE l.name = n.name
     RETURNING l.name, l.token, l.instance_id, l.waiter
-), served AS (
-    DELETE FROM "flotilla".lock_waiters WHERE id IN (SELECT waiter FROM passed)
+), dequeued AS (
+    DELETE FROM "flotilla".lock_waiters WHERE id IN (SELECT waiter FROM granted)
 )
 SELECT name, token, instance_id, waiter,
        CASE WHEN waiter IS NOT NULL
             THEN pg_notify('flotilla', format('granted:%%s:%%s:%%s', instance_id, waiter, token))::text
             ELSE set_config('synchronous_commit', 'off', true) END
-FROM passed
+FROM granted

@@ -488,7 +488,7 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
 
 
 def test_outside_of_a_running_service_there_is_no_breaker() -> None:
-    with pytest.raises(FleetError, match="for the code of a running service"):
+    with pytest.raises(FleetError, match="in the code of a running service"):
         breaker(NAME)
 
 

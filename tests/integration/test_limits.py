@@ -351,7 +351,7 @@ def test_a_wait_that_cannot_be_is_refused(wait: float) -> None:
 
 
 async def test_outside_of_a_running_service_there_is_no_limit() -> None:
-    with pytest.raises(FleetError, match="for the code of a running service"):
+    with pytest.raises(FleetError, match="in the code of a running service"):
         await limit("tides", "10/s")
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from app.fleet import FleetError, HeldLock, LockCycle, LockLost, LockTaken, lock
 from app.fleet.cluster.registry import BATCH, Identity
-from app.fleet.coordination.locks import admin
-from app.fleet.coordination.locks import lock as locks
-from app.fleet.coordination.locks.lock import Locks, Wanted
-from app.fleet.coordination.locks.statements import RELEASE, RENEW, TAKE, WAIT
+from app.fleet.coordination.locks import admin, renewal
+from app.fleet.coordination.locks.held import LockRequest
+from app.fleet.coordination.locks.lock import Locks
+from app.fleet.coordination.locks.statements import ENTER_QUEUE, RELEASE, RENEW, TAKE
 from app.fleet.db.direct import PATIENCE, open_session
 from app.fleet.db.namespace import Statement
 from app.fleet.errors import LockInvalid
@@ -94,8 +94,8 @@ async def waiting(instance: LocalInstance, count: int) -> None:
 WAITS_FOR_A_ROW = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
-async def look_away(_: object) -> None:
-    """See nothing: for who is to be told."""
+async def see_nothing(_: object) -> None:
+    """Poll without a result, so that only a notification can grant a lock."""
 
 
 # -- one at a time, in turn -------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ async def test_a_lock_that_is_free_is_not_for_a_newcomer_while_somebody_waits(he
         "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '10s', '{}')",
         identity(here).id,
     )
-    assert await locks_of(here)._take(Wanted("x", 10, None), identity(here)) is None
+    assert await locks_of(here)._take(LockRequest("x", 10, None), identity(here)) is None
 
 
 async def test_it_is_passed_on_between_instances_at_once(here: LocalInstance, there: LocalInstance) -> None:
@@ -187,8 +187,9 @@ async def test_whoever_is_let_in_and_has_gone_passes_it_on(here: LocalInstance) 
         await waiting(here, 1)
         stays = at(here, lambda: hold("x", over))
         await waiting(here, 2)
-        # Nobody tells the first one that it is let in, and then it has gone.
-        locks_of(here)._waiting[min(locks_of(here)._waiting)].grant = lambda token: None  # type: ignore[method-assign]  # noqa: ARG005
+        # The first waiter does not learn that it was granted the lock, and is then cancelled.
+        queue = locks_of(here)._queue
+        queue.waiters[min(queue.waiters)].grant = lambda token: None  # type: ignore[method-assign]  # noqa: ARG005
     await held_by(here)
     gives_up.cancel()
     over.set()
@@ -213,7 +214,7 @@ async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: Loc
         passed_over = at(here, lambda: hold("x", over))
         await waiting(here, 1)
         await here.sql("DELETE FROM lock_waiters")
-        locks_of(here)._look_now()
+        locks_of(here)._linked()
         await waiting(here, 1)
     assert await asyncio.wait_for(passed_over, 60) == 2
 
@@ -223,7 +224,7 @@ async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: Loc
 
 async def test_a_task_that_has_a_lock_already_is_refused_it_at_once(here: LocalInstance) -> None:
     async with lock("x"):
-        with pytest.raises(LockCycle, match="this task has the lock 'x' already"):
+        with pytest.raises(LockCycle, match="this task holds the lock 'x' already"):
             async with lock("x"):
                 pytest.fail("it waited for itself")
     assert (await row(here))[0] is None
@@ -251,7 +252,7 @@ async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way
     both_ways = [at(here, lambda: cross("a", "b")), at(there, lambda: cross("b", "a"))]
     ends = await asyncio.wait_for(asyncio.gather(*both_ways, return_exceptions=True), 60)
     (error,) = [end for end in ends if isinstance(end, LockCycle)]
-    assert re.search("this task holds '(a|b)' and waits for '(a|b)', whose holder waits for it in turn", str(error))
+    assert re.search("this task holds '(a|b)' and waits for '(a|b)', whose holder waits for this task", str(error))
     assert "had both" in ends
 
 
@@ -261,7 +262,7 @@ async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way
 async def test_whoever_lost_it_commits_nothing_that_is_guarded(here: LocalInstance) -> None:
     await here.sql("CREATE TABLE public.effects (token bigint)")
     database = here.running.context.database
-    with pytest.raises(LockLost, match="nothing that is guarded by its token 1"):
+    with pytest.raises(LockLost, match="no longer held with the token 1"):
         async with lock("x", on_loss="tell") as held:
             await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
             async with database.session() as session:
@@ -292,7 +293,7 @@ async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_e
     """By the one who let go, and not only by those who wait: they look seldom."""
     over = asyncio.Event()
     over.set()
-    monkeypatch.setattr(locks_of(there), "_look", look_away)
+    monkeypatch.setattr(locks_of(there)._queue, "_poll", see_nothing)
     async with here.running.context.database.connection() as connection, lock("x") as held:
         next_one = at(there, lambda: hold("x", over))
         await waiting(here, 1)
@@ -303,10 +304,10 @@ async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_e
 async def test_a_renewal_does_not_wait_for_what_is_guarded(here: LocalInstance) -> None:
     async with lock("x", ttl="3s") as held, here.running.context.database.connection() as connection:
         await held.guard(connection)
-        before = held.until
+        before = held.expires_at
 
         async def renewed() -> bool:
-            return held.until > before
+            return held.expires_at > before
 
         await soon(renewed)
         assert held.active
@@ -361,7 +362,7 @@ async def test_a_body_may_want_to_be_told_and_not_to_be_cancelled(here: LocalIns
 async def test_a_link_that_is_up_again_soon_enough_costs_no_lock(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "HOLD_ON", 10.0)
+    monkeypatch.setattr(renewal, "MAX_LINK_BREAK", 10.0)
     member = here.running.context.member
     async with lock("x") as held:
         await here.sql(
@@ -372,10 +373,10 @@ async def test_a_link_that_is_up_again_soon_enough_costs_no_lock(
             return member.link_figures.relinks == 1 and member.holds()
 
         await soon(again)
-        before = held.until
+        before = held.expires_at
 
         async def renewed() -> bool:
-            return held.until > before
+            return held.expires_at > before
 
         await soon(renewed)
         assert held.active
@@ -408,7 +409,7 @@ async def test_a_lost_identity_loses_its_locks_and_is_let_in_again_as_somebody_n
 
 
 async def test_it_is_released_once(here: LocalInstance) -> None:
-    held = await locks_of(here).take(Wanted("x", 10, None), None)
+    held = await locks_of(here).take(LockRequest("x", 10, None), None)
     assert await locks_of(here).release(held)
     assert not await locks_of(here).release(held)
 
@@ -417,7 +418,7 @@ async def test_it_is_released_once(here: LocalInstance) -> None:
 async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(
     here: LocalInstance, waiters: int, durable: str
 ) -> None:
-    held = await locks_of(here).take(Wanted("x", 10, None), None)
+    held = await locks_of(here).take(LockRequest("x", 10, None), None)
     for _ in range(waiters):
         await here.sql(
             "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '10s', '{}')",
@@ -425,7 +426,7 @@ async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(
         )
     database = here.running.context.database
     async with database.connection() as connection:
-        values = {"name": "x", "token": held.token, "me": held.me.id}
+        values = {"name": "x", "token": held.token, "me": held.owner.id}
         await connection.execute(database.namespace.sql(RELEASE), values)
         shown = await (await connection.execute("SHOW synchronous_commit")).fetchone()
     assert shown == (durable,)
@@ -474,11 +475,11 @@ async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_o
     async with lock("x", on_loss="tell"):
         behind = at(here, lambda: hold("x", over))
         await waiting(here, 1)
-        monkeypatch.setattr(locks_of(there), "_look", look_away)
+        monkeypatch.setattr(locks_of(there)._queue, "_poll", see_nothing)
         next_one = at(there, lambda: hold("x", over))
         await waiting(here, 2)
         with open_session(address, application="test") as session, session.transaction():
-            await asyncio.to_thread(locks_of(here)._died, session, [dead])
+            await asyncio.to_thread(locks_of(here)._instance_died, session, [dead])
         assert await asyncio.wait_for(next_one, 60) == 2
         await waiting(here, 0)
         behind.cancel()
@@ -493,7 +494,7 @@ async def test_a_death_passes_a_bounded_number_of_locks_on_at_once_and_the_rest_
     left = []
     with open_session(address, application="test") as session:
         for _ in range(3):
-            more = await asyncio.to_thread(locks_of(here)._died, session, [99])
+            more = await asyncio.to_thread(locks_of(here)._instance_died, session, [99])
             ((held,),) = await here.sql("SELECT count(*) FROM service_locks WHERE instance_id = 99")
             left.append((more, held))
     assert left == [(True, BATCH + 500), (True, 500), (False, 0)]
@@ -540,11 +541,11 @@ class Outage:
     """What this instance asks of PostgreSQL about locks fails, or its answers are lost, until it is over."""
 
     def __init__(self, instance: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._fetch = locks_of(instance)._fetch
+        self._fetch = locks_of(instance)._rows.fetch
         self._over = asyncio.Event()
         self._lost: set[str] = set()
         self.met = asyncio.Event()
-        monkeypatch.setattr(locks_of(instance), "_fetch", self._ask)
+        monkeypatch.setattr(locks_of(instance)._rows, "fetch", self._ask)
 
     def lose_answer(self, statement: str) -> None:
         """The statement commits, and its connection breaks before the answer is read; once."""
@@ -607,12 +608,12 @@ async def test_a_lock_that_was_passed_on_to_a_waiter_nobody_here_knows_is_releas
     assert (await row(here))[1] == 2, "it was never passed on"
 
 
-@pytest.mark.parametrize("statement", [TAKE, WAIT], ids=["taken", "in the queue"])
+@pytest.mark.parametrize("statement", [TAKE, ENTER_QUEUE], ids=["taken", "in the queue"])
 async def test_a_lock_whose_taking_was_not_answered_does_not_stay_taken(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch, statement: str
 ) -> None:
     over = asyncio.Event()
-    if statement is WAIT:
+    if statement is ENTER_QUEUE:
         holder = at(there, lambda: hold("x", over))
         await held_by(there)
     Outage(here, monkeypatch).lose_answer(statement)
@@ -620,7 +621,7 @@ async def test_a_lock_whose_taking_was_not_answered_does_not_stay_taken(
         await at(here, lambda: hold("x", over, ttl=LONG))
     await waiting(here, 0)
     over.set()
-    if statement is WAIT:
+    if statement is ENTER_QUEUE:
         await holder
     await nobody_holds(here)
 
@@ -632,16 +633,16 @@ async def test_whoever_is_cancelled_while_it_enters_the_queue_does_not_stay_in_i
     over, written, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
     holder = at(there, lambda: hold("x", over))
     await held_by(there)
-    fetch = locks_of(here)._fetch
+    fetch = locks_of(here)._rows.fetch
 
     async def answer_late(statement: Statement, values: Any) -> Any:
         answer = await fetch(statement, values)
-        if statement is WAIT:
+        if statement is ENTER_QUEUE:
             written.set()
             await answered.wait()
         return answer
 
-    monkeypatch.setattr(locks_of(here), "_fetch", answer_late)
+    monkeypatch.setattr(locks_of(here)._rows, "fetch", answer_late)
     impatient = at(here, lambda: hold("x", over, ttl=LONG))
     await written.wait()
     impatient.cancel()
@@ -672,10 +673,10 @@ async def test_what_is_held_or_waited_for_is_not_released_by_the_look_for_what_n
     async with lock("x", ttl=LONG) as held, lock("z", ttl=LONG, on_loss="tell") as lost:
         next_one = at(here, lambda: hold("y", over, ttl=LONG))
         await waiting(here, 1)
-        locks_of(here)._lose(lost, "the link to PostgreSQL broke")
-        await locks_of(here)._release_strays()
+        locks_of(here)._held.lose(lost, "the link to PostgreSQL broke")
+        await locks_of(here)._rows.release_orphans()
         assert held.active
-        assert await here.sql("SELECT name, token FROM service_locks WHERE instance_id = %s", held.me.id) == [
+        assert await here.sql("SELECT name, token FROM service_locks WHERE instance_id = %s", held.owner.id) == [
             ("x", 1),
             ("z", 1),
         ]
@@ -694,11 +695,11 @@ async def test_a_row_that_a_statement_under_way_may_have_written_is_left_until_t
         identity(here).id,
     )
     with ExitStack() as later:
-        with own._settling("x"):
-            assert await own._release_strays()
+        with own._rows.writing("x"):
+            assert await own._rows.release_orphans()
             await waiting(here, 1)
-            later.enter_context(own._settling("x"))
-        assert await own._release_strays()
+            later.enter_context(own._rows.writing("x"))
+        assert await own._rows.release_orphans()
         await waiting(here, 0)
 
 
@@ -710,7 +711,7 @@ async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_releas
     member = here.running.context.member
     async with here.running.context.database.connection() as operator, lock("x", ttl=LONG) as held:
         await operator.execute("SELECT FROM flotilla.service_locks WHERE name = 'x' FOR UPDATE")
-        before = held.until
+        before = held.expires_at
 
         async def beaten() -> bool:
             ((later,),) = await here.sql("SELECT heartbeat_at > now() - interval '1 second' FROM instances")
@@ -721,11 +722,11 @@ async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_releas
         await soon(beaten)
         assert member.link_figures.breaks == 0
         assert held.active
-        assert held.until == before
+        assert held.expires_at == before
         await operator.rollback()
 
         async def renewed() -> bool:
-            return held.until > before
+            return held.expires_at > before
 
         await soon(renewed)
 
@@ -735,14 +736,14 @@ async def test_a_lock_that_was_let_go_is_left_alone_once_it_has_another_holder(h
     async with here.running.context.database.connection() as connection:
         async with lock("x") as held:
             await held.guard(connection)
-        assert locks_of(here)._errands
+        assert locks_of(here)._rows.background
         await here.sql(
             "UPDATE service_locks SET token = 2, instance_id = 7, expires_at = now() + interval '1 hour' "
             "WHERE name = 'x'"
         )
 
         async def at_rest() -> bool:
-            return not locks_of(here)._errands
+            return not locks_of(here)._rows.background
 
         await soon(at_rest)
 
@@ -786,10 +787,10 @@ async def test_a_lock_that_nobody_renewed_in_time_has_one_holder_after_the_other
 ) -> None:
     """Its time is over by our own clock when the next one is let in: that is how it is meant to be."""
     # Whoever watches the clock is asleep, so that the next renewal is the first to know.
-    monkeypatch.setattr(locks, "TICK", 30.0)
+    monkeypatch.setattr(renewal, "CHECK_INTERVAL", 30.0)
     with pytest.raises(LockLost):
         async with lock("x", ttl="3s") as held:
-            held.until -= 3
+            held.expires_at -= 3
             await here.sql(
                 "UPDATE service_locks SET token = 2, instance_id = 7, instance = 'b', acquired_at = clock_timestamp()"
             )
@@ -799,7 +800,7 @@ async def test_a_lock_that_nobody_renewed_in_time_has_one_holder_after_the_other
 
 async def test_one_statement_renews_all_of_an_instances_locks(here: LocalInstance) -> None:
     own, member = locks_of(here), here.running.context.member
-    held = [await own.take(Wanted(f"x{number}", 10, None), None) for number in range(200)]
+    held = [await own.take(LockRequest(f"x{number}", 10, None), None) for number in range(200)]
     asked: list[str] = []
 
     class Counting(psycopg.Connection[tuple[Any, ...]]):
@@ -807,18 +808,18 @@ async def test_one_statement_renews_all_of_an_instances_locks(here: LocalInstanc
             asked.append(query.decode())
             return super().execute(query, *args, **kwargs)
 
-    before = {each.name: each.until for each in held}
+    before = {each.name: each.expires_at for each in held}
     with Counting.connect(member._addresses.direct, autocommit=True) as session:
-        await asyncio.to_thread(own._renew, session, identity(here))
+        await asyncio.to_thread(own._held.renew, session, identity(here))
     assert asked == [here.running.context.database.namespace.sql(RENEW).decode()]
-    assert all(each.until > before[each.name] and each.active for each in held)
+    assert all(each.expires_at > before[each.name] and each.active for each in held)
 
 
 async def test_an_instance_without_locks_asks_nothing(here: LocalInstance) -> None:
     with open_session(here.running.context.member._addresses.direct, application="test") as session:
         session.close()
         # A closed session would object to any statement.
-        locks_of(here)._renew(session, identity(here))
+        locks_of(here)._held.renew(session, identity(here))
 
 
 @pytest.mark.parametrize(
@@ -827,7 +828,7 @@ async def test_an_instance_without_locks_asks_nothing(here: LocalInstance) -> No
         ({"name": ""}, "from 1 to 200 printable characters"),
         ({"name": "x" * 201}, "from 1 to 200 printable characters"),
         ({"name": "a\nb"}, "from 1 to 200 printable characters"),
-        ({"name": "singleton:x"}, "are kept for singletons"),
+        ({"name": "singleton:x"}, "are reserved for singletons"),
         ({"ttl": "1s"}, "must be from 3s to 1h"),
         ({"ttl": "2h"}, "must be from 3s to 1h"),
         ({"ttl": "soon"}, "`ttl`: 'soon' is not a duration"),
@@ -841,7 +842,7 @@ def test_what_cannot_be_is_refused_before_anything_is_asked(options: dict[str, A
 
 
 async def test_outside_of_a_running_service_there_are_no_locks() -> None:
-    with pytest.raises(FleetError, match="for the code of a running service"):
+    with pytest.raises(FleetError, match="in the code of a running service"):
         async with lock("x"):
             pytest.fail("it was let in")
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def without_much_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(singletons, "REST", 0.01)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(singletons, "PAUSE", 0.01)
 
 
 def service_of(instance: LocalInstance, *declared: Any) -> Singletons:
@@ -108,11 +108,11 @@ async def test_of_two_instances_one_runs_it_and_hands_it_over_when_it_drains(add
 
     @singleton("one-of-two")
     async def one_of_two(turn: HeldLock) -> None:
-        running.append(turn.me.name)
+        running.append(turn.owner.name)
         try:
             await asyncio.sleep(3600)
         finally:
-            running.remove(turn.me.name)
+            running.remove(turn.owner.name)
 
     async with local_instance(address) as first, local_instance(address) as second:
         services = [service_of(each, one_of_two) for each in (first, second)]
@@ -156,7 +156,7 @@ def test_what_cannot_be_one_is_refused() -> None:
     with pytest.raises(ActionInvalid, match=r"'Not A Name' .* a name is a lower-case letter"):
         singleton("Not A Name")(fine)
     for wrong in (plain, without_a_turn):
-        with pytest.raises(ActionInvalid, match="it is an async function that takes its turn"):
+        with pytest.raises(ActionInvalid, match="it must be an async function of the lock"):
             singleton("x")(wrong)  # type: ignore[arg-type]
 
 

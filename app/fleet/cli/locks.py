@@ -49,7 +49,7 @@ async def everything(settings: FleetSettings) -> Sequence[LockRecord]:
 async def force(settings: FleetSettings, name: str, reason: str) -> LockRecord:
     async with changing(settings) as (connection, namespace), connection.transaction():
         await commands.announce(connection, namespace, "release", name)
-        return await admin.force(connection, namespace, name, reason=reason, by=commands.operator())
+        return await admin.force_release(connection, namespace, name, reason=reason, by=commands.operator())
 
 
 # -- showing ----------------------------------------------------------------------------------------------------------

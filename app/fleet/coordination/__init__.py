@@ -1,1 +1,1 @@
-"""What instances share beside runs: locks, limits, breakers, singletons."""
+"""Coordination between instances, apart from runs: locks, limits, breakers, singletons."""

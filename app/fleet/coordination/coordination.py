@@ -1,7 +1,7 @@
-"""What instances share beside runs, wired for one instance: whoever offers it is made here, and nowhere else.
+"""Locks, limits, breakers and singletons, wired for one instance; and the public functions `lock`, `limit`, `breaker`.
 
-The public functions of this room are called from anywhere in a service's code, without a handle. Whose instance they
-mean is in a context variable, set for each request and for each attempt of a run.
+Service code calls the public functions anywhere, without a handle to the instance. The context variable `current` has
+the instance; it is set for each request and for each attempt of a run.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from app.fleet.cluster.member import Member
 from app.fleet.coordination.breakers import Breaker, Breakers
 from app.fleet.coordination.limits import Limit, Limits
 from app.fleet.coordination.locks.anomalies import of_locks
-from app.fleet.coordination.locks.lock import HeldLock, Locks, OnLoss, Wanted
+from app.fleet.coordination.locks.held import HeldLock, LockRequest, OnLoss
+from app.fleet.coordination.locks.lock import Locks
 from app.fleet.coordination.singletons import Singletons
 from app.fleet.db.pool import Database
 from app.fleet.duration import Duration
@@ -31,18 +32,17 @@ class Coordination:
         self.breakers = Breakers(database, member)
         self.anomalies = Anomalies(database, member)
         self.anomalies.add(of_locks)
-        # Begun last and handed over first: they are the service's own code.
+        # Not one of `services`: singletons are the service's own code, so they start last and stop first.
         self.singletons = Singletons(self.locks)
 
     @property
     def services(self) -> Sequence[Service]:
-        """In the order in which they start."""
+        """The services, in the order in which they start."""
         return (self.locks, self.limits, self.breakers, self.anomalies)
 
 
 # -- for the service's code -------------------------------------------------------------------------------------------
 
-# Whose: set for each request and each attempt.
 current: ContextVar[Coordination] = ContextVar("flotilla_coordination")
 
 
@@ -51,23 +51,24 @@ def here() -> Coordination:
         return current.get()
     except LookupError:
         raise FleetError(
-            "locks, limits and their like are for the code of a running service: a route, or an action"
+            "locks, limits and breakers are only available in the code of a running service: in a route or an action"
         ) from None
 
 
 def lock(
     name: str, *, ttl: Duration = "10s", wait: Duration | None = None, on_loss: OnLoss = "cancel"
 ) -> AbstractAsyncContextManager[HeldLock]:
-    """Hold a lock, alone in the whole cluster. Without `wait` for as long as it takes; with 0, now or not at all."""
-    wanted = Wanted.of(name, ttl, on_loss)
-    patience = None if wait is None else check_duration("wait", wait, LockInvalid)
-    return here().locks.hold(wanted, patience, on_loss)
+    """Hold a lock while the block runs. `wait` limits how long to wait for it: 0 does not wait, None has no limit."""
+    request = LockRequest.of(name, ttl, on_loss)
+    seconds = None if wait is None else check_duration("wait", wait, LockInvalid)
+    return here().locks.hold(request, seconds, on_loss)
 
 
 async def limit(name: str, rate: str, *, burst: int = 1, wait: Duration | None = None) -> None:
-    """Wait for a permit: so many in so long, in the whole cluster. With `wait`, for so long at most; 0 is at once."""
-    wanted = Limit.of(name, rate, burst)
-    await here().limits.take(wanted, None if wait is None else check_duration("wait", wait, LimitInvalid))
+    """Wait for a permit of a rate limit that all instances share. `wait` limits how long: 0 does not wait."""
+    checked = Limit.of(name, rate, burst)
+    seconds = None if wait is None else check_duration("wait", wait, LimitInvalid)
+    await here().limits.take(checked, seconds)
 
 
 def breaker(
@@ -78,5 +79,5 @@ def breaker(
     rest: Duration = "30s",
     probe_timeout: Duration = "60s",
 ) -> AbstractAsyncContextManager[None]:
-    """Guard a body: once it failed so often, anywhere in the cluster, nobody comes in for a while."""
+    """Guard a block: after `failures` failures in the whole cluster, refuse it everywhere for a while."""
     return here().breakers.guard(Breaker.of(name, failures, within, rest, probe_timeout))

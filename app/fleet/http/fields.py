@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from app.fleet.coordination.locks.admin import REASON_MOST
+from app.fleet.coordination.locks.admin import MAX_REASON_LENGTH
 from app.fleet.duration import MAX_AGE, format_duration, parse_duration
 from app.fleet.engine.enqueue.trigger import EARLIEST, KEY_MOST, LATEST
 from app.fleet.validation import MAX_NAME_LENGTH
@@ -61,7 +61,7 @@ def read_ago(given: object) -> timedelta | None:
 
 Key = Annotated[str, Field(min_length=1, max_length=KEY_MOST), AfterValidator(printable)]
 LockName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH), AfterValidator(printable)]
-ReleaseReason = Annotated[str, Field(min_length=1, max_length=REASON_MOST), AfterValidator(printable)]
+ReleaseReason = Annotated[str, Field(min_length=1, max_length=MAX_REASON_LENGTH), AfterValidator(printable)]
 Payload = Annotated[Any, AfterValidator(finite)]
 Instant = Annotated[AwareDatetime, AfterValidator(within_the_calendar)]
 Ago = Annotated[timedelta | None, BeforeValidator(read_ago)]

@@ -45,5 +45,5 @@ async def release(
     """Release a lock whoever holds it. What its holder still guards by it is refused; who did it, and why, is kept."""
     by = f"API key {key}" if (key := name_of_key(context, key_of(request))) else "the API, without a key"
     async with context.database.connection() as connection:
-        record = await admin.force(connection, context.database.namespace, name, reason=reason, by=by)
+        record = await admin.force_release(connection, context.database.namespace, name, reason=reason, by=by)
     return answer(LOCK, record)

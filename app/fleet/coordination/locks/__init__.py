@@ -1,1 +1,1 @@
-"""Locks with a name, held by one task in the whole cluster, each time with a new token."""
+"""Named locks: at most one task in the whole cluster holds a lock, each time with a new fencing token."""

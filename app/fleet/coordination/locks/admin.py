@@ -1,9 +1,11 @@
-"""Who holds which lock, and how an operator ends it.
+"""List the locks that are held, and release a lock by force, for operators.
 
-A forced release moves the token on, in the transaction that writes down who did it and why. So the former holder's
-next guarded write is refused, whether or not it has heard; a notification has its body cancelled at once, and if that
-is lost, the next heartbeat's renewal finds out. It waits for a transaction that is guarded by the lock right now, for
-`PATIENCE` at the most: that one may still commit, and nothing after it.
+A forced release increments the token, in the transaction that records who released the lock and why. So the next
+guarded write of the former holder is refused, even if its instance does not know of the release. A notification cancels
+its block at once; if the notification is lost, the renewal after the next heartbeat detects the release.
+
+A forced release waits for a transaction that is guarded by the lock at the moment, but at most `PATIENCE`. That
+transaction may still commit, and no later one of the former holder.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from datetime import datetime
 import psycopg
 from psycopg.rows import class_row
 
-from app.fleet.coordination.locks.statements import PASS_ON_FREE
+from app.fleet.coordination.locks.statements import GRANT_FREE
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown
@@ -21,7 +23,7 @@ from app.fleet.telemetry.logs import events
 from app.fleet.validation import check_name
 
 PATIENCE = "5s"
-REASON_MOST = 1000
+MAX_REASON_LENGTH = 1000
 
 log = events(__name__)
 
@@ -33,34 +35,34 @@ WHERE l.instance_id IS NOT NULL AND (%(name)s::text IS NULL OR l.name = %(name)s
 ORDER BY l.name
 """)
 
-LIMITED = Statement("SELECT set_config('lock_timeout', %(patience)s, true)")
+SET_TIMEOUT = Statement("SELECT set_config('lock_timeout', %(patience)s, true)")
 
-SEIZE = Statement("""
+LOCK_ROW = Statement("""
 SELECT token, instance_id, instance, holder, acquired_at
 FROM {schema}.service_locks
 WHERE name = %(name)s AND instance_id IS NOT NULL
 FOR UPDATE
 """)
 
-WRITE_DOWN = Statement("""
+INSERT_RELEASE = Statement("""
 INSERT INTO {schema}.lock_releases (name, token, instance, holder, acquired_at, reason, released_by)
 VALUES (%(name)s, %(token)s, %(instance)s, %(holder)s, %(acquired_at)s, %(reason)s, %(by)s)
 """)
 
-FORCE = Statement("""
+RELEASE = Statement("""
 UPDATE {schema}.service_locks
 SET token = token + 1, instance_id = NULL, waiter = NULL
 WHERE name = %(name)s
 """)
 
-TELL = Statement("""
+NOTIFY = Statement("""
 SELECT pg_notify('{channel}', format('released:%%s:%%s:%%s', %(instance_id)s::int, %(token)s::int8, %(name)s::text))
 """)
 
 
 @dataclass(frozen=True, slots=True)
 class LockRecord:
-    """A lock that is held, as everyone sees it."""
+    """A lock that is held, as REST and the command line show it."""
 
     name: str
     token: int
@@ -76,34 +78,36 @@ class LockRecord:
 
 
 async def list_locks(connection: Connection, namespace: Namespace, name: str | None = None) -> Sequence[LockRecord]:
-    """Return the locks that are held; or the one of this name, if it is."""
+    """Return the locks that are held; with `name`, at most the lock of this name."""
     async with connection.cursor(row_factory=class_row(LockRecord)) as cursor:
         await cursor.execute(namespace.sql(LIST), {"name": name})
         return await cursor.fetchall()
 
 
-async def force(connection: Connection, namespace: Namespace, name: str, *, reason: str, by: str) -> LockRecord:
-    """Release a lock whoever holds it, in the transaction of this connection; return what it was."""
+async def force_release(connection: Connection, namespace: Namespace, name: str, *, reason: str, by: str) -> LockRecord:
+    """Release a lock, whichever instance holds it, in the transaction of this connection; return its former record."""
     check_name("lock", name, LockInvalid)
-    if not 0 < len(reason.strip()) <= REASON_MOST or not reason.isprintable():
-        raise LockInvalid(f"a forced release needs a reason, of at most {REASON_MOST} printable letters: it is kept")
-    await connection.execute(LIMITED, {"patience": PATIENCE})
+    if not 0 < len(reason.strip()) <= MAX_REASON_LENGTH or not reason.isprintable():
+        raise LockInvalid(
+            f"a forced release needs a reason, which is kept: at most {MAX_REASON_LENGTH} printable characters"
+        )
+    await connection.execute(SET_TIMEOUT, {"patience": PATIENCE})
     try:
-        seized = await (await connection.execute(namespace.sql(SEIZE), {"name": name})).fetchone()
+        row = await (await connection.execute(namespace.sql(LOCK_ROW), {"name": name})).fetchone()
     except psycopg.errors.LockNotAvailable:
         raise LockTaken(
             f"a transaction that is guarded by the lock {name!r} has been open for {PATIENCE}, and may still commit: "
             f"find it in pg_stat_activity, end it with pg_terminate_backend, and try again"
         ) from None
-    if seized is None:
-        raise LockUnknown(f"nobody holds a lock called {name!r}: `flotilla locks` or GET /locks lists those there are")
+    if row is None:
+        raise LockUnknown(f"no lock called {name!r} is held: `flotilla locks` or GET /locks lists the locks that are")
     (record,) = await list_locks(connection, namespace, name)
-    token, instance_id, instance, holder, acquired_at = seized
+    token, instance_id, instance, holder, acquired_at = row
     values = {"name": name, "token": token, "instance_id": instance_id, "reason": reason.strip(), "by": by}
     values |= {"instance": instance, "holder": holder, "acquired_at": acquired_at}
-    await connection.execute(namespace.sql(WRITE_DOWN), values)
-    await connection.execute(namespace.sql(FORCE), values)
-    await connection.execute(namespace.sql(TELL), values)
-    await connection.execute(namespace.sql(PASS_ON_FREE), {"names": [name]})
+    await connection.execute(namespace.sql(INSERT_RELEASE), values)
+    await connection.execute(namespace.sql(RELEASE), values)
+    await connection.execute(namespace.sql(NOTIFY), values)
+    await connection.execute(namespace.sql(GRANT_FREE), {"names": [name]})
     log.warning("lock.forced", lock=name, token=token, instance=instance, reason=reason.strip(), by=by)
     return record

@@ -1,4 +1,4 @@
-"""The anomalies of locks: one that has been held for too long, and one that two instances have held at a time."""
+"""The anomalies of locks: a lock that has been held for too long, and a lock that had two holders at the same time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -6,35 +6,35 @@ from typing import Any
 
 from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import Instance
-from app.fleet.coordination.locks.lock import RESERVED
+from app.fleet.coordination.locks.held import RESERVED
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 
 HELD_LONG = timedelta(minutes=10)
-# How long an overlap is shown.
-REMEMBERED = timedelta(days=1)
+# How long an overlap is reported.
+OVERLAP_AGE = timedelta(days=1)
 
-HELD_TOO_LONG = Statement("""
+READ_HELD_LONG = Statement("""
 SELECT name, instance, holder, acquired_at
 FROM {schema}.service_locks
-WHERE instance_id IS NOT NULL AND acquired_at < clock_timestamp() - %(long)s AND NOT starts_with(name, %(but)s)
+WHERE instance_id IS NOT NULL AND acquired_at < clock_timestamp() - %(age)s AND NOT starts_with(name, %(reserved)s)
 ORDER BY acquired_at
 LIMIT 100
 """)
 
-OVERLAPS = Statement("""
+READ_OVERLAPS = Statement("""
 SELECT DISTINCT ON (name) name, token, instance, other_token, other, found_at
 FROM {schema}.lock_overlaps
-WHERE found_at > clock_timestamp() - %(within)s
+WHERE found_at > clock_timestamp() - %(age)s
 ORDER BY name, id DESC
 LIMIT 100
 """)
 
 
 async def of_locks(connection: Connection, namespace: Namespace, _: Sequence[Instance]) -> Iterable[Anomaly]:
-    long = await connection.execute(namespace.sql(HELD_TOO_LONG), {"long": HELD_LONG, "but": RESERVED})
-    twice = await connection.execute(namespace.sql(OVERLAPS), {"within": REMEMBERED})
-    return [*held_long(await long.fetchall()), *two_holders(await twice.fetchall())]
+    held = await connection.execute(namespace.sql(READ_HELD_LONG), {"age": HELD_LONG, "reserved": RESERVED})
+    overlaps = await connection.execute(namespace.sql(READ_OVERLAPS), {"age": OVERLAP_AGE})
+    return [*held_long(await held.fetchall()), *two_holders(await overlaps.fetchall())]
 
 
 def held_long(locks: Sequence[tuple[Any, ...]]) -> Iterator[Anomaly]:
@@ -44,7 +44,7 @@ def held_long(locks: Sequence[tuple[Any, ...]]) -> Iterator[Anomaly]:
             name,
             since,
             f"{instance} has held this lock{f' for {holder}' if holder else ''} since {since:%Y-%m-%d %H:%M:%S %Z}: "
-            f"see what it is at, and if it will not end, `flotilla release {name} --reason …`",
+            f"find out what its holder does; if it does not end, run `flotilla release {name} --reason …`",
         )
 
 
@@ -54,6 +54,6 @@ def two_holders(overlaps: Sequence[tuple[Any, ...]]) -> Iterator[Anomaly]:
             "two_holders",
             name,
             since,
-            f"{other} was let in with the token {other_token} while {instance} still acted as its holder with the "
-            f"token {token}: what is guarded by it is in order all the same; see what else both of them did",
+            f"{other} was granted the lock with the token {other_token} while {instance} still acted as its holder "
+            f"with the token {token}: guarded transactions are in order all the same; check what else both have done",
         )

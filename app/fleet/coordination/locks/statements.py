@@ -1,29 +1,34 @@
-"""Locks as rows: the statements that take one, pass it on, renew it and guard by it (`lock.py` says what for).
+"""Statements on `service_locks` and `lock_waiters`: take a lock, grant it to the next waiter, renew it, guard by it.
 
-Each is a transaction by itself, and says what it did by the rows it returns.
+Each statement is a transaction of its own, except for GUARD and the statements of a death or of an operator's release.
+Its rows say what it changed. `lock.py` has the protocol.
 
-    statement                        changes a row if                             and moves the token
-    TAKE                             it is free, and nobody waits for it          always
-    RELEASE                          it is still held under that token            if somebody is let in
-    PASS_ON_FREE, PASS_ON_OF_DEAD    it is free; its instance is gone             if somebody is let in
-    PASS_ON_UNCLAIMED                it was let go under that token, and no more  if somebody is let in
-    LET_GO                           it is still held under that token            never
-    RENEW                            it is still held under that token            never
+    statement                        changes a row if                               increments the token
+    TAKE                             the lock is free, and has no waiters           always
+    RELEASE                          it is still held under that token              if a waiter is granted the lock
+    GRANT_FREE                       it is free                                     if a waiter is granted the lock
+    GRANT_LOCKS_OF_DEAD              its instance is gone                           if a waiter is granted the lock
+    GRANT_RELEASED                   it was released under that token, and not      if a waiter is granted the lock
+                                     granted since
+    RELEASE_WITHOUT_GRANT            it is still held under that token              never
+    RENEW                            it is still held under that token              never
 
-What moves the token takes the row FOR UPDATE first, skipping it if somebody has it; what does not takes it FOR NO KEY
-UPDATE, and RENEW skips it as well. GUARD takes it FOR KEY SHARE: beside the latter, never beside the former.
+A statement that increments the token first locks the row FOR UPDATE, and skips a row that is locked. The other two lock
+it FOR NO KEY UPDATE; RENEW also skips a row that is locked. GUARD locks it FOR KEY SHARE, which conflicts with FOR
+UPDATE and not with FOR NO KEY UPDATE.
 """
 
 from app.fleet.cluster.registry import BATCH
 from app.fleet.db.namespace import Statement
 
-# Told by what is there, never by what is not: an instance that has only just joined may not be visible yet.
+# Requires an explicit `gone` row: a new instance may not be visible yet.
 FREE = """(
     l.instance_id IS NULL OR l.expires_at <= clock_timestamp()
     OR EXISTS (SELECT FROM {schema}.instances AS g WHERE g.id = l.instance_id AND g.state = 'gone')
 )"""
 
-# Whoever declares this instance gone waits for this to commit, and then finds what it took (as in `runs/claim.py`).
+# A transaction that declares this instance gone waits for this row lock, and then finds what the statement has taken
+# (as in `runs/claim.py`).
 ALIVE = "SELECT id FROM {schema}.instances WHERE id = %(me)s AND state <> 'gone' FOR KEY SHARE"
 
 HOLDER = """instance_id = %(me)s, instance = %(instance)s, hostname = %(hostname)s, pid = %(pid)s, holder = %(holder)s,
@@ -33,18 +38,18 @@ HOLDER = """instance_id = %(me)s, instance = %(instance)s, hostname = %(hostname
 TAKE = Statement(f"""
 WITH me AS MATERIALIZED (
     {ALIVE}
-), known AS MATERIALIZED (
+), existing AS MATERIALIZED (
     SELECT l.name
     FROM {{schema}}.service_locks AS l
     WHERE l.name = %(name)s
-), made AS (
+), inserted AS (
     INSERT INTO {{schema}}.service_locks (
         name, token, instance_id, instance, hostname, pid, holder, ttl, acquired_at, renewed_at, expires_at
     )
     SELECT %(name)s, 1, me.id, %(instance)s, %(hostname)s, %(pid)s::int, %(holder)s::text, %(ttl)s::interval,
            clock_timestamp(), clock_timestamp(), clock_timestamp() + %(ttl)s::interval
     FROM me
-    WHERE NOT EXISTS (SELECT FROM known)
+    WHERE NOT EXISTS (SELECT FROM existing)
     ON CONFLICT (name) DO NOTHING
     RETURNING token
 ), free AS MATERIALIZED (
@@ -54,19 +59,19 @@ WITH me AS MATERIALIZED (
       AND {FREE}
       AND NOT EXISTS (SELECT FROM {{schema}}.lock_waiters AS w WHERE w.name = l.name)
     FOR UPDATE OF l SKIP LOCKED
-), taken AS (
+), updated AS (
     UPDATE {{schema}}.service_locks AS l
     SET token = l.token + 1, {HOLDER}
     FROM free AS f
     WHERE l.name = f.name
     RETURNING l.token
 )
-SELECT token FROM made
+SELECT token FROM inserted
 UNION ALL
-SELECT token FROM taken
+SELECT token FROM updated
 """)
 
-WAIT = Statement(f"""
+ENTER_QUEUE = Statement(f"""
 WITH me AS MATERIALIZED (
     {ALIVE}
 )
@@ -76,71 +81,72 @@ RETURNING id
 """)
 
 
-def pass_on(which: str, to_nobody: str = "NULL", limit: str = "ALL") -> str:
-    """Return the statement that passes these locks on, each to whoever waits longest for it, or to nobody.
+def grant_to_next(which: str, without_waiter: str = "NULL", limit: str = "ALL") -> str:
+    """Return the statement that grants each of these locks to its longest waiter, or releases it if it has none.
 
-    `to_nobody` is computed for the latter.
+    PostgreSQL evaluates the expression `without_waiter` for each lock that has no waiter.
     """
     return f"""
-WITH open AS MATERIALIZED (
+WITH available AS MATERIALIZED (
     SELECT l.name
     FROM {{schema}}.service_locks AS l
     WHERE {which}
     ORDER BY l.name
     LIMIT {limit}
     FOR UPDATE SKIP LOCKED
-), next AS MATERIALIZED (
-    SELECT o.name, n.id, n.instance_id, n.instance, n.hostname, n.pid, n.holder, n.ttl
-    FROM open AS o
+), next_waiter AS MATERIALIZED (
+    SELECT a.name, n.id, n.instance_id, n.instance, n.hostname, n.pid, n.holder, n.ttl
+    FROM available AS a
     LEFT JOIN LATERAL (
         SELECT w.id, w.instance_id, i.name AS instance, i.hostname, i.pid, w.holder, w.ttl
         FROM {{schema}}.lock_waiters AS w
         JOIN {{schema}}.instances AS i ON i.id = w.instance_id AND i.state <> 'gone'
-        WHERE w.name = o.name
+        WHERE w.name = a.name
         ORDER BY w.id
         LIMIT 1
         FOR UPDATE OF w SKIP LOCKED
         FOR KEY SHARE OF i SKIP LOCKED
     ) AS n ON true
-), passed AS (
+), granted AS (
     UPDATE {{schema}}.service_locks AS l
     SET token = l.token + CASE WHEN n.id IS NULL THEN 0 ELSE 1 END,
         instance_id = n.instance_id, instance = n.instance, hostname = n.hostname, pid = n.pid, holder = n.holder,
         ttl = n.ttl, waiter = n.id, acquired_at = clock_timestamp(), renewed_at = clock_timestamp(),
         expires_at = clock_timestamp() + n.ttl
-    FROM next AS n
+    FROM next_waiter AS n
     WHERE l.name = n.name
     RETURNING l.name, l.token, l.instance_id, l.waiter
-), served AS (
-    DELETE FROM {{schema}}.lock_waiters WHERE id IN (SELECT waiter FROM passed)
+), dequeued AS (
+    DELETE FROM {{schema}}.lock_waiters WHERE id IN (SELECT waiter FROM granted)
 )
 SELECT name, token, instance_id, waiter,
        CASE WHEN waiter IS NOT NULL
             THEN pg_notify('{{channel}}', format('granted:%%s:%%s:%%s', instance_id, waiter, token))::text
-            ELSE {to_nobody} END
-FROM passed
+            ELSE {without_waiter} END
+FROM granted
 """
 
 
-OURS = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id = %(me)s"
-# Released to nobody, no token has moved, and nobody waits for the disk: if the server crashes before it is written, the
-# lock is free after its `ttl`.
-RELEASE = Statement(pass_on(OURS, to_nobody="set_config('synchronous_commit', 'off', true)"))
-PASS_ON_FREE = Statement(pass_on(f"l.name = ANY (%(names)s::text[]) AND {FREE}"))
-# Those beyond the limit are free as well, because their instance is gone: the next who looks is let in.
-PASS_ON_OF_DEAD = Statement(pass_on("l.instance_id = ANY (%(dead)s::int[])", limit=str(BATCH)))
+OWN_LOCK = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id = %(me)s"
+# Without a waiter, the token does not change, and the commit does not wait for the disk: if the server crashes before
+# the release is on disk, the lock is free after its `ttl`.
+RELEASE = Statement(grant_to_next(OWN_LOCK, without_waiter="set_config('synchronous_commit', 'off', true)"))
+GRANT_FREE = Statement(grant_to_next(f"l.name = ANY (%(names)s::text[]) AND {FREE}"))
+# Locks beyond the limit are free as well, because their instance is gone: a waiter that polls is granted them.
+GRANT_LOCKS_OF_DEAD = Statement(grant_to_next("l.instance_id = ANY (%(dead)s::int[])", limit=str(BATCH)))
 
-# For a lock whose row somebody guards by: the token stays, so it waits for nobody. Passed on when that has ended.
-LET_GO = Statement(f"""
-UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OURS} RETURNING l.name
+# For a lock whose row a transaction has locked with GUARD. The token does not change, so this statement does not wait.
+# The lock is granted to the next waiter when that transaction has ended.
+RELEASE_WITHOUT_GRANT = Statement(f"""
+UPDATE {{schema}}.service_locks AS l SET instance_id = NULL, waiter = NULL WHERE {OWN_LOCK} RETURNING l.name
 """)
-UNCLAIMED = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id IS NULL"
-PASS_ON_UNCLAIMED = Statement(pass_on(UNCLAIMED))
-STILL_UNCLAIMED = Statement(f"SELECT l.name FROM {{schema}}.service_locks AS l WHERE {UNCLAIMED}")
+RELEASED = "l.name = %(name)s AND l.token = %(token)s AND l.instance_id IS NULL"
+GRANT_RELEASED = Statement(grant_to_next(RELEASED))
+IS_RELEASED = Statement(f"SELECT l.name FROM {{schema}}.service_locks AS l WHERE {RELEASED}")
 
-# How it stands with those who wait here, in one moment: let in, with a token; or in the queue. Who is in no row of the
-# answer was let in, did not hear of it, and let its `ttl` pass.
-STANDING = Statement("""
+# The state of these waiters, from one snapshot. A waiter with a token was granted the lock; a waiter without one is in
+# the queue. A waiter that is missing was granted the lock, missed the notification, and let its `ttl` expire.
+READ_WAITERS = Statement("""
 SELECT waiter, token
 FROM {schema}.service_locks
 WHERE instance_id = %(me)s AND waiter = ANY (%(waiters)s::int8[])
@@ -150,8 +156,8 @@ FROM {schema}.lock_waiters
 WHERE id = ANY (%(waiters)s::int8[])
 """)
 
-# The rows of an instance: the locks it holds, and its places in the queues, which have no token.
-OWN = Statement("""
+# The rows of an instance: the locks that it holds, and its waiters, which have no token.
+READ_OWN_ROWS = Statement("""
 SELECT name, token, waiter
 FROM {schema}.service_locks
 WHERE instance_id = %(me)s
@@ -161,12 +167,13 @@ FROM {schema}.lock_waiters
 WHERE instance_id = %(me)s
 """)
 
-# Who gives up, and may have been let in this very moment.
-STOP_WAITING = Statement("DELETE FROM {schema}.lock_waiters WHERE id = %(waiter)s RETURNING id")
-FORGET_WAITERS = Statement("DELETE FROM {schema}.lock_waiters WHERE instance_id = ANY (%(dead)s::int[])")
+# Returns no row if the waiter was granted the lock meanwhile.
+LEAVE_QUEUE = Statement("DELETE FROM {schema}.lock_waiters WHERE id = %(waiter)s RETURNING id")
+DELETE_WAITERS_OF_DEAD = Statement("DELETE FROM {schema}.lock_waiters WHERE instance_id = ANY (%(dead)s::int[])")
 
-# One row for each lock that is still ours, and whether it was renewed. It was not if another transaction has its row
-# locked: an operator's release, which may be frozen, and this is asked in the link's thread.
+# Returns a row for each lock that the instance still holds, and whether it was renewed. It was not renewed if another
+# transaction has locked its row, as an operator's release does. The statement runs in the link's thread, so it must not
+# wait for such a transaction.
 RENEW = Statement("""
 WITH ours AS MATERIALIZED (
     SELECT l.name, l.token
@@ -192,8 +199,9 @@ FROM ours AS o
 LEFT JOIN renewed AS r ON r.name = o.name
 """)
 
-# Who has these, that we do not have any more; and for how long. None that an operator took away.
-OTHERS = Statement("""
+# Returns each of these locks that has another holder or another token now, and for how long; not the locks that an
+# operator released.
+READ_OTHER_HOLDERS = Statement("""
 SELECT l.name, h.token, l.token, l.instance, extract(epoch FROM clock_timestamp() - l.acquired_at)::float8
 FROM unnest(%(names)s::text[], %(tokens)s::int8[]) AS h (name, token)
 JOIN {schema}.service_locks AS l ON l.name = h.name
@@ -201,7 +209,7 @@ WHERE l.instance_id IS NOT NULL AND (l.token <> h.token OR l.instance_id <> %(me
   AND NOT EXISTS (SELECT FROM {schema}.lock_releases AS r WHERE r.name = h.name AND r.token = h.token)
 """)
 
-NOTE_OVERLAP = Statement("""
+INSERT_OVERLAP = Statement("""
 INSERT INTO {schema}.lock_overlaps (name, token, instance, other_token, other)
 VALUES (%(name)s, %(token)s, %(instance)s, %(other_token)s, %(other)s)
 """)
@@ -213,11 +221,11 @@ WHERE name = %(name)s AND token = %(token)s AND instance_id = %(me)s
 FOR KEY SHARE
 """)
 
-WHO_HAS = Statement("SELECT instance, holder, acquired_at FROM {schema}.service_locks WHERE name = %(name)s")
+READ_HOLDER = Statement("SELECT instance, holder, acquired_at FROM {schema}.service_locks WHERE name = %(name)s")
 
-# Does one whom I wait for wait for me? From those who hold what I want, to those who hold what they want, and so on.
-# The last one to come gives way, so that not all of a circle do.
-CIRCLE = Statement("""
+# Deadlock check: walk the wait-for graph from the waiters that hold the wanted lock. Only the newest waiter of a cycle
+# fails, so that the others can go on.
+FIND_DEADLOCK = Statement("""
 WITH RECURSIVE chain AS (
     SELECT w.id, w.name, ARRAY[w.id] AS ids, ARRAY[%(name)s::text, w.name] AS names
     FROM {schema}.lock_waiters AS w
