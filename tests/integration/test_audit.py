@@ -125,14 +125,14 @@ async def test_what_the_command_line_changes_is_logged_by_the_leader(
     )
     for number, (command, arguments, subject) in enumerate(asked, 1):
         flotilla(address, *command.split(), *arguments)
-        await soon(lambda number=number: parse_notification(caplog, number))  # type: ignore[misc]
+        await soon(lambda number=number: has_records(caplog, number))  # type: ignore[misc]
         event = logged(caplog, "command.audited")[-1]
         assert event["command"] == command
         assert re.fullmatch(subject, event["subject"])
         assert " on " in event["by"]
 
 
-async def parse_notification(caplog: pytest.LogCaptureFixture, many: int) -> bool:
+async def has_records(caplog: pytest.LogCaptureFixture, many: int) -> bool:
     return len(logged(caplog, "command.audited")) >= many
 
 

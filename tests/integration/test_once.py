@@ -18,7 +18,7 @@ from app.fleet import Fenced, FleetError, Run, action, once, once_many, trigger
 from app.fleet.db import statements
 from app.fleet.db.pool import DatabaseAway
 from app.fleet.engine.maintenance import pruner
-from app.fleet.engine.once import once as store
+from app.fleet.engine.once import block as blocks
 from app.fleet.errors import EngineError
 from tests.support.postgres import Postgres
 from tests.support.runs import LocalInstance, local_instance, soon
@@ -26,7 +26,7 @@ from tests.support.trial_actions import EFFECT, EFFECTS, effect
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("here")]
 
-MOST = (store.SCOPE_MOST, store.KEY_MOST)
+MOST = (blocks.MAX_SCOPE_LENGTH, blocks.MAX_KEY_LENGTH)
 NOTE = text("INSERT INTO public.effects (note) VALUES (:note)")
 
 
@@ -62,7 +62,7 @@ async def states(here: LocalInstance, scope: str) -> dict[str, str]:
     return dict(await here.sql("SELECT key, state FROM once_keys WHERE scope = %s", scope))
 
 
-async def feed_insert_sql(here: LocalInstance, note: str) -> int:
+async def count_notes(here: LocalInstance, note: str) -> int:
     ((count,),) = await here.sql("SELECT count(*) FROM effects WHERE note = %s", note)
     return int(count)
 
@@ -87,8 +87,8 @@ async def test_a_key_of_another_scope_is_another_key() -> None:
 async def test_it_is_seen_in_the_transaction_of_its_session(here: LocalInstance) -> None:
     async with once("together", "k") as fresh:
         await fresh.session.execute(NOTE, {"note": "together"})
-        assert (await states(here, "together"), await feed_insert_sql(here, "together")) == ({"k": "pending"}, 0)
-    assert (await states(here, "together"), await feed_insert_sql(here, "together")) == ({"k": "seen"}, 1)
+        assert (await states(here, "together"), await count_notes(here, "together")) == ({"k": "pending"}, 0)
+    assert (await states(here, "together"), await count_notes(here, "together")) == ({"k": "seen"}, 1)
     assert await here.sql(
         "SELECT e.xmin = k.xmin FROM effects AS e, once_keys AS k WHERE e.note = 'together' AND k.scope = 'together'"
     ) == [(True,)]
@@ -107,7 +107,7 @@ async def test_a_body_that_fails_leaves_no_effect_and_its_key_to_be_retried(
     scope = error.__name__
     with pytest.raises(error):
         await fail(scope, error)
-    assert (await states(here, scope), await feed_insert_sql(here, scope)) == ({"k": "free"}, 0)
+    assert (await states(here, scope), await count_notes(here, scope)) == ({"k": "free"}, 0)
     async with once(scope, "k") as again:
         assert again.state == "new"
 
@@ -148,10 +148,10 @@ async def test_a_process_that_dies_between_the_effect_and_the_mark_leaves_one_ef
 
     with pytest.raises((DBAPIError, psycopg.Error)):
         await process()
-    assert await feed_insert_sql(here, "dies") == 0
+    assert await count_notes(here, "dies") == 0
     await soon(lambda: given_back(here, "dies"))
     await process()
-    assert (await states(here, "dies"), await feed_insert_sql(here, "dies")) == ({"k": "seen"}, 1)
+    assert (await states(here, "dies"), await count_notes(here, "dies")) == ({"k": "seen"}, 1)
 
 
 async def given_back(here: LocalInstance, scope: str) -> bool:
@@ -209,7 +209,7 @@ async def test_keys_that_were_taken_by_a_statement_whose_answer_was_lost_are_giv
 
     scope = f"lost-{error.__name__}"
     with monkeypatch.context() as patch:
-        patch.setattr(store, "fetch", lossy)
+        patch.setattr(blocks, "fetch", lossy)
         with pytest.raises(error):
             await fail(scope, ValueError)
     await soon(lambda: given_back(here, scope))
@@ -231,7 +231,7 @@ async def test_a_batch_and_its_effects_are_seen_together(here: LocalInstance) ->
         for key in batch.fresh[:3]:
             await batch.session.execute(NOTE, {"note": f"batch {key}"})
     assert list((await states(here, "batch-session")).values()) == ["seen"] * 1000
-    assert await feed_insert_sql(here, "batch k-2") == 1
+    assert await count_notes(here, "batch k-2") == 1
 
 
 async def test_a_batch_that_fails_gives_back_its_own_keys_and_no_others(here: LocalInstance) -> None:
@@ -246,7 +246,7 @@ async def test_a_batch_that_fails_gives_back_its_own_keys_and_no_others(here: Lo
 
 
 async def test_a_batch_of_nothing_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(store, "fetch")
+    monkeypatch.delattr(blocks, "fetch")
     async with once_many("nothing", []) as batch:
         assert (batch.fresh, batch.pending, batch.seen) == ([], [], [])
 
@@ -289,16 +289,19 @@ async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        (lambda: once("", "k"), "a scope is a text of 1 to 100 printable letters, and not ''"),
-        (lambda: once("s" * 101, "k"), "a scope is a text of 1 to 100"),
-        (lambda: once("s\n", "k"), r"a scope is a text of .*, and not 's\\n'"),
-        (lambda: once("s", ""), "a key is a text of 1 to 500 printable letters, and not ''"),
-        (lambda: once("s", "k" * 501), "a key is a text of 1 to 500"),
-        (lambda: once("s", "a\x00b"), "a key is a text of"),
-        (lambda: once("s", "\ud800"), "a key is a text of"),
-        (lambda: once("s", 17), "a key is a text of .*, and not 17"),  # type: ignore[arg-type]
-        (lambda: once_many("s", "abc"), "keys are a list of texts, and this is one text"),
-        (lambda: once_many("s", [str(n) for n in range(1001)]), "1001 keys at once, and there may be 1000"),
+        (lambda: once("", "k"), "a scope must be a text of 1 to 100 printable characters, and not ''"),
+        (lambda: once("s" * 101, "k"), "a scope must be a text of 1 to 100"),
+        (lambda: once("s\n", "k"), r"a scope must be a text of .*, and not 's\\n'"),
+        (lambda: once("s", ""), "a key must be a text of 1 to 500 printable characters, and not ''"),
+        (lambda: once("s", "k" * 501), "a key must be a text of 1 to 500"),
+        (lambda: once("s", "a\x00b"), "a key must be a text of"),
+        (lambda: once("s", "\ud800"), "a key must be a text of"),
+        (lambda: once("s", 17), "a key must be a text of .*, and not 17"),  # type: ignore[arg-type]
+        (lambda: once_many("s", "abc"), "`keys` must be a list of texts, and not one text"),
+        (
+            lambda: once_many("s", [str(n) for n in range(1001)]),
+            "1001 keys are too many for one block; the maximum is 1000",
+        ),
         (lambda: once("s", "k", keep=0), "`keep` is 0 s, and must be from 1s to 366d"),
         (lambda: once("s", "k", keep="367d"), "`keep` is .* s, and must be from 1s to 366d"),
         (lambda: once("s", "k", keep=float("nan")), "`keep` is nan s"),
@@ -336,7 +339,7 @@ async def test_outside_of_a_running_service_it_says_where_it_can_be_used(
 
 async def test_who_does_not_have_the_key_has_no_session() -> None:
     async with once("sessions", "k") as outer, once("sessions", "k") as inner:
-        with pytest.raises(EngineError, match="ask what is fresh first"):
+        with pytest.raises(EngineError, match="check `fresh` first"):
             inner.session  # noqa: B018 — the question is the test
     with pytest.raises(EngineError, match="the block of this session has ended"):
         outer.session  # noqa: B018 — likewise
@@ -364,7 +367,7 @@ async def test_in_a_route_its_owner_is_the_instance(here: LocalInstance) -> None
 async def test_in_a_route_a_key_that_cannot_be_is_the_clients_mistake(here: LocalInstance) -> None:
     answer = await here.running.client.post(f"/trial/once/{'k' * 501}")
     assert answer.status_code == 422
-    assert "a key is a text of 1 to 500 printable letters" in answer.json()["detail"]
+    assert "a key must be a text of 1 to 500 printable characters" in answer.json()["detail"]
 
 
 # -- in an attempt ----------------------------------------------------------------------------------------------------

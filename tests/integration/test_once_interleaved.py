@@ -21,8 +21,9 @@ from app.fleet.db.statements import fetch
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.maintenance.pruner import LONG_AGO
 from app.fleet.engine.maintenance.rescuer import Rescue
-from app.fleet.engine.once import once
-from app.fleet.engine.once.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
+from app.fleet.engine.once.block import Block, Owner
+from app.fleet.engine.once.housekeeping import pending_too_long, prune_keys
+from app.fleet.engine.once.statements import DRAW_TOKEN, MARK, RELEASE, TAKE
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 from tests.support.postgres import Postgres
 from tests.support.runs import soon
@@ -60,11 +61,11 @@ class Asker:
 
     async def ask(self, *keys: str) -> Block:
         block = Block(self.owner, "s", list(keys), 3600.0)
-        ((block.token,),) = await fetch(self.session, NAMESPACE.sql(DRAW))
+        ((block.token,),) = await fetch(self.session, NAMESPACE.sql(DRAW_TOKEN))
         states = dict(await fetch(self.session, NAMESPACE.sql(TAKE), block.values))
         if None not in states:
             raise PermissionError
-        block.answered(states)
+        block.set_states(states)
         return block
 
     async def mark(self, block: Block) -> bool:
@@ -311,7 +312,7 @@ async def test_an_attempt_that_marks_is_not_taken_over_before_its_transaction_en
 async def test_who_drew_its_token_before_another_does_not_take_the_key_after_it(here: EngineHarness) -> None:
     async with asker(here, await instance(here, "one")) as one:
         early = Block(one.owner, "s", ["k"], 3600.0)
-        ((early.token,),) = await fetch(one.session, NAMESPACE.sql(DRAW))
+        ((early.token,),) = await fetch(one.session, NAMESPACE.sql(DRAW_TOKEN))
         await one.release(await one.ask("k"))
         states = dict(await fetch(one.session, NAMESPACE.sql(TAKE), early.values))
         assert "k" not in states
@@ -350,7 +351,7 @@ def ways(node: dict[str, Any]) -> Iterator[str]:
 
 async def forget(here: EngineHarness, batch: int = 100) -> int:
     async with here.database.autocommit() as connection:
-        return (await once.forget(connection, NAMESPACE, LONG_AGO, batch))[0]
+        return (await prune_keys(connection, NAMESPACE, LONG_AGO, batch))[0]
 
 
 async def test_what_is_over_is_forgotten_in_batches_and_nothing_else(here: EngineHarness) -> None:
@@ -395,4 +396,4 @@ async def test_what_a_living_owner_has_had_for_more_than_an_hour_is_a_figure(her
     ((since,),) = await here.sql("SELECT now() - interval '2 h'")
     await here.sql("UPDATE once_keys SET taken_at = %s WHERE key <> 'young'", since)
     async with here.database.connection() as connection:
-        assert await once.pending_too_long(connection, NAMESPACE) == [("s", 2, since)]
+        assert await pending_too_long(connection, NAMESPACE) == [("s", 2, since)]

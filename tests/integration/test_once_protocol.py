@@ -20,8 +20,9 @@ from app.fleet import Run
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import fetch
 from app.fleet.engine.maintenance.pruner import LONG_AGO
-from app.fleet.engine.once import once
-from app.fleet.engine.once.once import DRAW, MARK, RELEASE, TAKE, Block, Owner
+from app.fleet.engine.once.block import Block, Owner
+from app.fleet.engine.once.housekeeping import prune_keys
+from app.fleet.engine.once.statements import DRAW_TOKEN, MARK, RELEASE, TAKE
 from tests.support.engine_harness import NAMESPACE, EngineHarness, engine_harness
 
 KEYS = ("a", "b", "c")
@@ -86,12 +87,12 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
         @rule(data=st.data(), keys=SOME_KEYS)
         def ask(self, data: st.DataObject, keys: list[str]) -> None:
             block = Block(data.draw(st.sampled_from(self.owners)), "s", list(keys), 3600.0)
-            ((block.token,),) = do(execute(DRAW))
+            ((block.token,),) = do(execute(DRAW_TOKEN))
             states = dict(do(execute(TAKE, block)))
             assert (None in states) == (block.owner.instance in self.living)
             if None not in states:
                 return
-            block.answered(states)
+            block.set_states(states)
             assert block.states == {key: self.expected(self.keys[key]) for key in keys}
             for key in block.keys:
                 assert block.token > self.keys[key].token
@@ -156,7 +157,7 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
 
     async def forget() -> None:
         async with here.database.autocommit() as connection:
-            await once.forget(connection, NAMESPACE, LONG_AGO, 100)
+            await prune_keys(connection, NAMESPACE, LONG_AGO, 100)
 
     return Protocol
 

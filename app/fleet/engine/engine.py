@@ -31,6 +31,8 @@ from app.fleet.engine.maintenance import rescuer
 from app.fleet.engine.maintenance.pruner import Pruner
 from app.fleet.engine.maintenance.reconciler import Reconciler
 from app.fleet.engine.once import once
+from app.fleet.engine.once.block import SeenStore
+from app.fleet.engine.once.housekeeping import find_pending_too_long
 from app.fleet.errors import DatabaseError
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.runs import feed
@@ -63,7 +65,7 @@ class Engine:
         )
         self.reconciler = Reconciler(database, member, catalogue, self.executor, self.scheduler.expect)
         self.pruner = Pruner(database, member)
-        self.seen = once.SeenStore(database, member)
+        self.seen = SeenStore(database, member)
         self._database = database
         self._member = member
         self._hub = stream.hub
@@ -71,7 +73,7 @@ class Engine:
         self._feed_retention = timedelta(seconds=settings.feed_retention)
         member.on_death(rescuer.Rescue(database.namespace))
         shared.anomalies.add(rescuer.stuck)
-        shared.anomalies.add(once.stays_pending)
+        shared.anomalies.add(find_pending_too_long)
         member.on_lost(self.executor.drop)
         member.on_elected(self._elected)
         member.on_notification("runs", self._runs_wait)

@@ -21,15 +21,12 @@ that loses its connection continues at another instance, after the last number i
 """
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 
-import psycopg
-
-from app.fleet.background import Service, cancel_and_wait, wait_for_event
+from app.fleet.background import LoopErrors, Service, cancel_and_wait, jittered, wait_for_event
 from app.fleet.db.pool import Database
-from app.fleet.errors import DatabaseError, EventUnknown, FeedOff, RunUnknown
+from app.fleet.errors import EventUnknown, FeedOff, RunUnknown
 from app.fleet.runs.events import StoredEvent
 from app.fleet.runs.feed import Batch
 from app.fleet.stream.channel import Channel, Follower, RunChannel
@@ -40,7 +37,6 @@ from app.fleet.telemetry.logs import events
 
 READ_INTERVAL = 0.01
 POLL_INTERVAL = 1.0
-DEFECT_PAUSE = 1.0
 # About how many bytes the channels of all runs may keep together, and the feed's channel.
 MAX_RUNS_WEIGHT = 67_108_864
 MAX_FEED_WEIGHT = 8_388_608
@@ -62,6 +58,9 @@ class Hub(Service):
         self._unread: dict[int, None] = {}
         self._feed_is_unread = False
         self._wake = asyncio.Event()
+        self._errors = LoopErrors(
+            log, failed="hub.failed", defect="engine.defect", service="hub", retry_interval=RETRY_INTERVAL
+        )
         self._tasks: list[asyncio.Task[None]] = []
         # The weight of each run's channel; the channel with the newest events is the last.
         self._weights: dict[RunChannel, int] = {}
@@ -218,17 +217,11 @@ class Hub(Service):
             self._wake.clear()
             if loop.time() >= poll_at:
                 self.wake_for_all()
-                poll_at = loop.time() + POLL_INTERVAL * random.uniform(0.75, 1.25)
+                poll_at = loop.time() + jittered(POLL_INTERVAL)
             if self._unread or self._feed_is_unread:
-                try:
+                async with self._errors.logged():
                     await self._update_runs()
                     await self._update_feed()
-                except (psycopg.Error, DatabaseError) as error:
-                    log.debug("hub.failed", reason=" ".join(str(error).split()))
-                    await asyncio.sleep(RETRY_INTERVAL)
-                except Exception as error:  # noqa: BLE001 — a defect in one read must not end the task
-                    log.error("engine.defect", error=error, service="hub")
-                    await asyncio.sleep(DEFECT_PAUSE)
                 await asyncio.sleep(READ_INTERVAL)
             else:
                 await wait_for_event(self._wake, max(0.0, poll_at - loop.time()))

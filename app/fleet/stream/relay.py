@@ -16,12 +16,9 @@ import asyncio
 import time
 from collections.abc import Collection, Iterable
 
-import psycopg
-
-from app.fleet.background import Service, cancel_and_wait
+from app.fleet.background import LoopErrors, Service, cancel_and_wait
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
-from app.fleet.errors import DatabaseError
 from app.fleet.telemetry.logs import events
 
 SPACING = 0.02
@@ -47,6 +44,7 @@ class Relay(Service):
         self._runs: dict[str, set[int]] = {EMITTED: set(), CHANGED: set()}
         self._following = False
         self._work = asyncio.Event()
+        self._errors = LoopErrors(log, failed="relay.failed", defect="engine.defect", service="relay", defect_pause=0.0)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -83,14 +81,10 @@ class Relay(Service):
             payloads += [f"{kind}:{joined(runs)}" for kind, runs in self._runs.items() if runs]
             self._runs = {EMITTED: set(), CHANGED: set()}
             self._following = False
-            try:
+            async with self._errors.logged():
                 async with self._database.autocommit() as connection:
                     await connection.execute(self._database.namespace.sql(NOTIFY), {"payloads": payloads})
                 self.sent += len(payloads)
-            except (psycopg.Error, DatabaseError) as error:
-                log.debug("relay.failed", reason=" ".join(str(error).split()))
-            except Exception as error:  # noqa: BLE001 — a defect in one turn must not end the relay
-                log.error("engine.defect", error=error, service="relay")
             await asyncio.sleep(SPACING)
 
 

@@ -35,7 +35,7 @@ from app.fleet.background import Service, cancel_and_wait
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
-from app.fleet.engine.once import once
+from app.fleet.engine.once.housekeeping import prune_keys
 from app.fleet.errors import DatabaseError
 from app.fleet.runs.feed_pruner import FeedPruner
 from app.fleet.telemetry.logs import events
@@ -181,7 +181,7 @@ class Pruner(Service):
         while count >= BATCH:
             began = loop.time()
             async with self._database.autocommit() as connection:
-                count, floor = await once.forget(connection, self._database.namespace, floor, BATCH)
+                count, floor = await prune_keys(connection, self._database.namespace, floor, BATCH)
             await asyncio.sleep(loop.time() - began)
 
     async def prune(self) -> int:

@@ -1,5 +1,5 @@
 WITH 
-mine AS MATERIALIZED (
+own_run AS MATERIALIZED (
     SELECT id
     FROM "flotilla".runs
     WHERE id = %(run)s::int8 AND token = %(run_token)s::int8 AND state = 'running'
@@ -7,11 +7,11 @@ mine AS MATERIALIZED (
 ), owner AS MATERIALIZED (
     SELECT id
     FROM "flotilla".instances
-    WHERE id = %(instance)s AND state <> 'gone' AND (%(run)s::int8 IS NULL OR EXISTS (SELECT FROM mine))
+    WHERE id = %(instance)s AND state <> 'gone' AND (%(run)s::int8 IS NULL OR EXISTS (SELECT FROM own_run))
 
     FOR KEY SHARE
-), asked AS MATERIALIZED (
-    SELECT w.key, coalesce(f.means, 'free') AS means
+), requested AS MATERIALIZED (
+    SELECT w.key, coalesce(f.state, 'free') AS state
     FROM unnest(%(keys)s::text[]) AS w (key)
     LEFT JOIN LATERAL (
         SELECT 
@@ -26,7 +26,7 @@ END IS TRUE
  THEN 'pending'
     ELSE 'free'
 END
- AS means
+ AS state
         FROM "flotilla".once_keys AS k
         WHERE k.scope = %(scope)s AND k.key = w.key
         LIMIT 1
@@ -34,8 +34,8 @@ END
 ), taken AS (
     INSERT INTO "flotilla".once_keys AS k (scope, key, token, state, instance_id, run_id, run_token, taken_at)
     SELECT %(scope)s, a.key, %(token)s, 'pending', o.id, %(run)s, %(run_token)s, clock_timestamp()
-    FROM owner AS o, asked AS a
-    WHERE a.means = 'free'
+    FROM owner AS o, requested AS a
+    WHERE a.state = 'free'
     ORDER BY a.key COLLATE "C"
     ON CONFLICT (scope, key) DO UPDATE
     SET token = excluded.token, state = 'pending', instance_id = excluded.instance_id, run_id = excluded.run_id,
@@ -57,6 +57,6 @@ END
 )
 SELECT key, 'new' FROM taken
 UNION ALL
-SELECT a.key, a.means FROM owner, asked AS a WHERE a.means <> 'free'
+SELECT a.key, a.state FROM owner, requested AS a WHERE a.state <> 'free'
 UNION ALL
-SELECT NULL, 'ours' FROM owner
+SELECT NULL, 'owner' FROM owner

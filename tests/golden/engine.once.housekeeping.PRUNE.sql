@@ -6,7 +6,7 @@ WITH old AS MATERIALIZED (
     ORDER BY expires_at
     LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
-), left_behind AS MATERIALIZED (
+), abandoned AS MATERIALIZED (
     SELECT k.ctid
     FROM "flotilla".once_keys AS k
     WHERE k.state = 'pending' AND k.taken_at < statement_timestamp() - interval '1 day' AND NOT 
@@ -19,9 +19,9 @@ END IS TRUE
     ORDER BY k.taken_at
     LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
-), gone AS (
+), deleted AS (
     DELETE FROM "flotilla".once_keys
-    WHERE ctid = ANY (ARRAY(SELECT ctid FROM old UNION ALL SELECT ctid FROM left_behind))
+    WHERE ctid = ANY (ARRAY(SELECT ctid FROM old UNION ALL SELECT ctid FROM abandoned))
     RETURNING 1
 )
-SELECT count(*), (SELECT max(expires_at) FROM old) FROM gone
+SELECT count(*), (SELECT max(expires_at) FROM old) FROM deleted

@@ -1,5 +1,5 @@
 WITH 
-mine AS MATERIALIZED (
+own_run AS MATERIALIZED (
     SELECT id
     FROM "flotilla".runs
     WHERE id = %(run)s::int8 AND token = %(run_token)s::int8 AND state = 'running'
@@ -7,9 +7,9 @@ mine AS MATERIALIZED (
 ), owner AS MATERIALIZED (
     SELECT id
     FROM "flotilla".instances
-    WHERE id = %(instance)s AND state <> 'gone' AND (%(run)s::int8 IS NULL OR EXISTS (SELECT FROM mine))
+    WHERE id = %(instance)s AND state <> 'gone' AND (%(run)s::int8 IS NULL OR EXISTS (SELECT FROM own_run))
 
-), held AS MATERIALIZED (
+), own AS MATERIALIZED (
     
 SELECT k.key
 FROM "flotilla".once_keys AS k
@@ -22,8 +22,8 @@ FOR NO KEY UPDATE
 ), marked AS (
     UPDATE "flotilla".once_keys AS k
     SET state = 'seen', expires_at = clock_timestamp() + make_interval(secs => %(keep)s)
-    WHERE k.scope = %(scope)s AND k.key = ANY (ARRAY(SELECT key FROM held))
-      AND (SELECT count(*) FROM held) = cardinality(%(keys)s::text[])
+    WHERE k.scope = %(scope)s AND k.key = ANY (ARRAY(SELECT key FROM own))
+      AND (SELECT count(*) FROM own) = cardinality(%(keys)s::text[])
     RETURNING 1
 )
 SELECT count(*) FROM marked

@@ -1,4 +1,4 @@
-WITH held AS MATERIALIZED (
+WITH own AS MATERIALIZED (
     
 SELECT k.key
 FROM "flotilla".once_keys AS k
@@ -11,4 +11,4 @@ FOR NO KEY UPDATE
 )
 UPDATE "flotilla".once_keys AS k
 SET state = 'free', expires_at = clock_timestamp()
-WHERE k.scope = %(scope)s AND k.key = ANY (ARRAY(SELECT key FROM held))
+WHERE k.scope = %(scope)s AND k.key = ANY (ARRAY(SELECT key FROM own))
