@@ -39,7 +39,7 @@ def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_datab
 
     again = run("up", "--port", str(port), cwd=folder)
     assert again.returncode == 0
-    assert again.stdout.count("is up already") == 3
+    assert again.stdout.count("is already running") == 3
 
     listed = json.loads(run("list", "--json", cwd=folder).stdout)
     assert len(listed) == 3
@@ -54,14 +54,14 @@ def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_datab
     assert next(line for line in table.splitlines() if line.startswith(one)).split()[2] == "gone"
 
     more = run("up", "--port", str(port), cwd=folder)
-    assert more.stdout.count("is up already") == 2, "only the one that is missing is started"
+    assert more.stdout.count("is already running") == 2, "only the one that is missing is started"
 
     rest = run("down", cwd=folder)
     assert rest.returncode == 0
     assert "embedded PostgreSQL: stopped" in rest.stdout
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health/live")
-    assert "nothing is up here" in run("down", cwd=folder).stdout
+    assert "no instance is running here" in run("down", cwd=folder).stdout
 
 
 def test_a_directory_above_that_was_closed_meanwhile_does_not_make_a_running_database_look_stopped(
@@ -124,7 +124,7 @@ def test_down_waits_for_a_frozen_instance_until_it_is_declared_gone(fleet: Fleet
 @pytest.mark.empty_database
 def test_migrate_and_doctor_say_what_they_found(address: str) -> None:
     assert "migrated" in run("migrate", address=address).stdout
-    assert "current already" in run("migrate", address=address).stdout
+    assert "already up to date" in run("migrate", address=address).stdout
     examined = run("doctor", "--json", address=address)
     assert examined.returncode == 0
     assert {each["level"] for each in json.loads(examined.stdout)} == {"ok", "warning"}
@@ -148,15 +148,15 @@ def test_key_makes_a_key_that_opens_and_a_line_that_does_not_show_it(fleet: Flee
     [
         (["up", "--port", "70000"], 2, "'--port'"),
         (["serve", "--port", "65536"], 2, "'--port'"),
-        (["up", "--port", "65534"], 2, "choose a lower one"),
+        (["up", "--port", "65534"], 2, "choose a lower port"),
         (["up", "--instances", "0"], 2, "'--instances'"),
-        (["key", "two words"], 2, "is no name for a key"),
+        (["key", "two words"], 2, "is not a valid name of a key"),
         (["key", "ops", "--scope", "root"], 2, "root"),
         (["up", "--workspace", "volume"], 1, "a workspace is exclusive"),
         (["nonsense"], 2, "nonsense"),
     ],
 )
-def test_wrong_usage_is_said_in_a_sentence(address: str, arguments: list[str], code: int, said: str) -> None:
+def test_wrong_usage_is_answered_with_a_sentence(address: str, arguments: list[str], code: int, said: str) -> None:
     done = run(*arguments, address=address)
     assert done.returncode == code
     assert said in done.stderr

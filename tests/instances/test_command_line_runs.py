@@ -20,9 +20,9 @@ import psycopg
 import pytest
 
 from app.fleet.cli import main
-from app.fleet.cli.actions import rough, some
-from app.fleet.cli.follow import Story
-from app.fleet.cli.terminal import clean, took
+from app.fleet.cli.actions import abbreviated, rough_duration
+from app.fleet.cli.follow import History
+from app.fleet.cli.terminal import clean, duration
 from app.fleet.runs.events import StoredEvent
 from app.fleet.runs.records import RunRecord
 from tests.support.fleet import ROOT, Fleet, InstanceProcess, environment, run
@@ -149,18 +149,18 @@ def test_trigger_as_json_is_the_run_as_the_rest_api_has_it(flotilla: CommandLine
     flotilla("runs", "cancel", str(made["id"]))
 
 
-def test_a_key_makes_one_run_and_the_second_time_it_says_so(flotilla: CommandLine) -> None:
+def test_a_key_makes_one_run_and_the_second_trigger_names_it(flotilla: CommandLine) -> None:
     first = flotilla("trigger", "noop", "--key", "monday", "--json").json
     second = flotilla("trigger", "noop", "--key", "monday")
     assert second.code == 0
-    assert f"run {first['id']} was made with this key before; nothing was added" in second.out
+    assert f"this key has already triggered run {first['id']}; no new run was added" in second.out
 
 
-def test_a_run_is_put_into_a_line_and_shown_with_it(flotilla: CommandLine) -> None:
+def test_a_run_is_shown_with_its_ordering_key(flotilla: CommandLine) -> None:
     held = flotilla("trigger", "noop", "--ordering-key", "acme", "--run-at", "2999-01-01T00:00:00Z", "--json").json
     assert held["ordering_key"] == "acme"
     waits = flotilla("trigger", "noop", "--ordering-key", "acme", "--json").json
-    assert "order by       acme" in flotilla("runs", str(waits["id"])).out
+    assert "ordering key   acme" in flotilla("runs", str(waits["id"])).out
     assert flotilla("runs", str(waits["id"]), "--json").json["state"] == "pending"
     assert "ordering key" not in flotilla("runs", str(flotilla("trigger", "noop", "--json").json["id"])).out
     assert flotilla("runs", "cancel", str(held["id"])).code == 0
@@ -177,12 +177,12 @@ def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["noop", "--payload", '{"weight":'], 2, "this is not JSON"),
-        (["noop", "--payload", "NaN"], 2, "this is not JSON"),
+        (["noop", "--payload", '{"weight":'], 2, "the payload is not JSON"),
+        (["noop", "--payload", "NaN"], 2, "the payload is not JSON"),
         (["noop", "--payload", "[]"], 2, "the payload does not fit the action 'noop'"),
         (["weigh", "--payload", '{"weight": "heavy"}'], 2, "payload.weight: Input should be a valid integer"),
         (["weigh"], 2, "payload.weight: Field required"),
-        (["noop", "--run-at", "tomorrow"], 2, "'tomorrow' is not an instant in ISO 8601"),
+        (["noop", "--run-at", "tomorrow"], 2, "'tomorrow' is not a time in ISO 8601"),
         (["noop", "--run-at", "2030-01-01T00:00:00"], 2, "run_at needs a time zone"),
         (["noop", "--run-at", "9999-12-31T23:59:59-14:00"], 2, "run_at is between the years"),
         (["noop", "--priority", "1001"], 2, "'--priority'"),
@@ -220,10 +220,10 @@ def test_a_module_of_actions_that_does_not_exist_is_a_wrong_setting(flotilla: Co
     assert "FLOTILLA_ACTIONS names 'app.nowhere'" in done.err
 
 
-def test_no_actions_at_all_is_said_so(flotilla: CommandLine) -> None:
+def test_without_any_action_the_message_says_so(flotilla: CommandLine) -> None:
     done = flotilla("trigger", "noop", FLOTILLA_ACTIONS="app.models")
     assert done.code == 5
-    assert "there are none at all" in done.err
+    assert "there are no actions" in done.err
 
 
 def test_a_second_run_of_an_action_that_allows_one_is_refused_and_names_the_first(flotilla: CommandLine) -> None:
@@ -241,7 +241,7 @@ def test_without_the_namespace_or_the_database_it_says_what_to_do(
 ) -> None:
     absent = flotilla(*command, address=address)
     assert absent.code == 4
-    assert "`flotilla migrate` makes it" in absent.err
+    assert "`flotilla migrate` creates it" in absent.err
     away = flotilla(*command, address=f"postgresql://app@127.0.0.1:{free_port()}/app")
     assert away.code == 4
     assert "cannot connect to PostgreSQL" in away.err
@@ -304,17 +304,17 @@ def test_a_run_that_waits_again_says_after_what(flotilla: CommandLine) -> None:
     made = RunRecord(**flotilla("trigger", "noop", "--json").json)
     now = datetime.now(UTC)
 
-    def told(seq: int, **data: Any) -> str:
-        return story.goes_on(StoredEvent(seq, "state", json.dumps({"instance": "east", **data}), now))
+    def described(seq: int, **data: Any) -> str:
+        return history.describe(StoredEvent(seq, "state", json.dumps({"instance": "east", **data}), now))
 
-    story = Story(made)
-    assert told(2, state="running", attempt=2) == "running on east, attempt 2 of 4"
+    history = History(made)
+    assert described(2, state="running", attempt=2) == "running on east, attempt 2 of 4"
     soon = (now + timedelta(hours=1)).isoformat()
-    failed = told(3, state="pending", attempt=2, error="ValueError:\ntorn", run_at=soon)
+    failed = described(3, state="pending", attempt=2, error="ValueError:\ntorn", run_at=soon)
     assert re.fullmatch(r"pending after attempt 2 of 4, not before [-\d]+ [:\d]+: ValueError: torn", failed)
-    assert told(4, state="running", attempt=3) == "running on east, attempt 3 of 4"
-    given_back = told(5, state="pending", attempt=2, error=None, run_at=now.isoformat())
-    assert given_back == "pending: east leaves, and it goes on elsewhere"
+    assert described(4, state="running", attempt=3) == "running on east, attempt 3 of 4"
+    given_back = described(5, state="pending", attempt=2, error=None, run_at=now.isoformat())
+    assert given_back == "pending: east is shutting down, and another instance will continue the run"
 
 
 def test_a_run_that_is_over_is_shown_from_its_first_event_to_its_end(flotilla: CommandLine) -> None:
@@ -333,7 +333,7 @@ def test_ctrl_c_stops_following_and_not_the_run(flotilla: CommandLine, harbour: 
         command.send_signal(signal.SIGINT)
         _, err = rest_of(command)
     assert command.returncode == 130
-    assert f"stopped following; run {run_id} goes on" in err
+    assert f"stopped following; run {run_id} continues" in err
     assert f"runs {run_id} --follow" in err
     assert "Traceback" not in err
     gate.touch()
@@ -362,7 +362,7 @@ def test_following_goes_on_when_the_database_was_away(own_postgres: Postgres, tm
             own_postgres.start_again()
             gate.touch()
             out, err = rest_of(command)
-    assert "Waiting for it" in warned
+    assert "Waiting for the database" in warned
     assert command.returncode == 0, err
     told = [json.loads(line) for line in [*lines, *out.splitlines()]]
     assert [line["seq"] for line in told] == list(range(1, len(told) + 1)), "nothing is shown twice, or left out"
@@ -469,7 +469,7 @@ def test_resume_says_when_it_runs_next(flotilla: CommandLine) -> None:
         (["resume", "nothing"], 5, "there is no action 'nothing'"),
         (["pause"], 2, "name"),
         (["stop"], 2, "No such command 'stop'"),
-        (["--json", "pause", "noop"], 2, "options come after it"),
+        (["--json", "pause", "noop"], 2, "belongs to the list"),
     ],
 )
 def test_wrong_usage_of_actions_is_said_in_a_sentence(
@@ -487,7 +487,7 @@ def test_a_trigger_that_nobody_can_run_says_that_it_waits(flotilla: CommandLine,
         session.execute(f"INSERT INTO flotilla.actions ({columns}) VALUES ('noop', 'once', 'allow', 0, 4, '1 day')")
     done = flotilla("trigger", "noop", address=address)
     assert done.code == 0, done.err
-    assert "no living instance has noop in its code: the run waits for one" in done.out
+    assert "no living instance has noop in its code: the run waits for such an instance" in done.out
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ def test_a_run_that_runs_is_cancelled_where_it_runs(flotilla: CommandLine) -> No
     made = flotilla("trigger", "nap", "--payload", '{"seconds": 60}', "--json").json
     eventually(lambda: state_of(flotilla, made["id"]) == "running")
     said = flotilla("runs", "cancel", str(made["id"]))
-    assert "harbour is told to end it" in said.out or "cancelled" in said.out
+    assert "harbour is asked to stop it" in said.out or "cancelled" in said.out
     eventually(lambda: state_of(flotilla, made["id"]) == "cancelled")
     again = flotilla("runs", "cancel", str(made["id"]))
     assert again.code == 1
@@ -587,7 +587,7 @@ def test_all_that_failed_is_tried_again_at_once(flotilla: CommandLine) -> None:
         (["--state", "torn"], 2, "'torn' is not one of pending, running"),
         (["--limit", "0"], 2, "'--limit'"),
         (["--limit", "1001"], 2, "'--limit'"),
-        (["--json", "1"], 2, "options come after it"),
+        (["--json", "1"], 2, "belongs to the list"),
     ],
 )
 def test_wrong_usage_of_runs_is_said_in_a_sentence(
@@ -612,17 +612,17 @@ def test_list_shows_how_many_runs_each_instance_has_under_way(flotilla: CommandL
     [(0.2, "0 s"), (59, "59 s"), (61, "1 min"), (3599, "59 min"), (7260, "2 h 1 min"), (90000, "1 d 1 h")],
 )
 def test_a_distance_in_time_is_written_as_people_say_it(seconds: float, written: str) -> None:
-    assert rough(seconds) == written
+    assert rough_duration(seconds) == written
 
 
 @pytest.mark.parametrize(("seconds", "written"), [(0.0123, "12 ms"), (2.25, "2.2 s"), (75, "0:01:15")])
 def test_how_long_it_took_is_written_to_the_millisecond_while_that_matters(seconds: float, written: str) -> None:
     began = datetime(2030, 1, 1, tzinfo=UTC)
-    assert took(began, began + timedelta(seconds=seconds)) == written
+    assert duration(began, began + timedelta(seconds=seconds)) == written
 
 
 def test_of_many_names_the_first_few_are_shown() -> None:
-    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert abbreviated(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
 
 
 def test_nothing_from_the_database_moves_the_cursor() -> None:

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import typer
 
-from app.fleet.cli.runs import ago
+from app.fleet.cli.runs import parse_age
 from app.fleet.duration import parse_duration
 
 
@@ -26,4 +26,4 @@ def test_a_value_that_is_not_a_duration_is_refused_with_a_short_message(given: o
 @pytest.mark.parametrize("given", ["4000d", "9" * 90 + "d", "9" * 4000 + "s", "soon"])
 def test_the_command_line_refuses_a_duration_that_goes_back_too_far(given: str) -> None:
     with pytest.raises(typer.BadParameter):
-        ago("--since", given)
+        parse_age("--since", given)

@@ -16,7 +16,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_long_error_is_cut_and_takes_nothing_from_the_other_columns(shown: pytest.CaptureFixture[str]) -> None:
-    terminal.say_table(COLUMNS, [("111", "deliver-alert", ""), ("112", "watch-filings", ERROR)])
+    terminal.write_table(COLUMNS, [("111", "deliver-alert", ""), ("112", "watch-filings", ERROR)])
     header, first, second = (line.split() for line in shown.readouterr().out.splitlines())
     assert header == list(COLUMNS)
     assert first == ["111", "deliver-alert"]
@@ -25,5 +25,5 @@ def test_a_long_error_is_cut_and_takes_nothing_from_the_other_columns(shown: pyt
 
 
 def test_where_there_is_no_room_for_the_others_either_they_are_folded(shown: pytest.CaptureFixture[str]) -> None:
-    terminal.say_table(COLUMNS, [("111", "x" * 100, "")])
+    terminal.write_table(COLUMNS, [("111", "x" * 100, "")])
     assert shown.readouterr().out.count("x") == 100

@@ -1,14 +1,14 @@
-"""The command line, `flotilla`: tables for people, `--json` for machines, and exit codes that mean something.
+"""The command line, `flotilla`: tables for people, `--json` for programs, and exit codes.
 
     0  done
-    1  failed: what was asked cannot be done now, a run that was followed did not succeed, `doctor` found a problem
-    2  wrong usage, a setting is wrong, or a payload does not fit
+    1  failed: the request cannot be done now, a followed run did not succeed, or `doctor` found a problem
+    2  wrong usage, a wrong setting, or a payload that does not fit the action
     3  an instance refused to start
     4  the database cannot be used as it is
     5  no such instance, action, run or lock
 
-One file per noun; this one is the table of contents. The commands speak with PostgreSQL alone and not with an instance,
-so that they work from anywhere, and on a day when no instance does.
+Each noun has its own file; this file lists the commands. All commands connect to PostgreSQL only and not to an
+instance, so they work from any machine, also while no instance runs.
 """
 
 import sys
@@ -22,7 +22,7 @@ from app.fleet.errors import FleetError
 
 app = typer.Typer(
     name="flotilla",
-    help="Start instances here, see them anywhere, ask any of them to leave; see actions, and have them run.",
+    help="Start, list and stop instances; list, trigger and pause actions; list, follow, cancel and retry runs.",
     epilog="Exit codes: 0 done · 1 failed, or doctor found a problem · 2 wrong usage, setting or payload · "
     "3 an instance refused to start · 4 the database cannot be used · 5 no such instance, action, run or lock",
     no_args_is_help=True,

@@ -1,4 +1,4 @@
-"""Actions: what there is, when each runs next and ran last, and where; pausing one, and letting it go on."""
+"""Commands about actions: list them with their schedules and runs, pause one, resume one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from app.fleet.cli.terminal import AsJson, at, changing, connected, load, say, say_json, say_table
+from app.fleet.cli.terminal import (
+    AsJson,
+    connect,
+    connect_to_change,
+    load_settings,
+    local_time,
+    write,
+    write_json,
+    write_table,
+)
 from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
@@ -19,7 +28,7 @@ from app.fleet.settings import FleetSettings
 COLUMNS = ("NAME", "SCHEDULE", "STATE", "NEXT RUN", "LAST RUN", "RUNNING ON", "STANDBY")
 NAMES_SHOWN = 3
 
-Name = Annotated[str, typer.Argument(help="Which action.")]
+Name = Annotated[str, typer.Argument(help="Name of the action.")]
 Change = Callable[[Connection, Namespace, str], Awaitable[None]]
 
 app = typer.Typer(rich_markup_mode=None)
@@ -27,67 +36,67 @@ app = typer.Typer(rich_markup_mode=None)
 
 @app.callback(invoke_without_command=True)
 def actions_command(context: typer.Context, as_json: AsJson = False) -> None:
-    """List all actions: when each runs next and ran last, and where."""
+    """List all actions: their schedules, their next and last runs, and the instances that run them."""
     if context.invoked_subcommand is not None:
         if as_json:
-            raise typer.BadParameter("what stands before a command is for the list: options come after it")
+            raise typer.BadParameter("an option before a command belongs to the list: write options after the command")
         return
-    rows = asyncio.run(everything(load()))
+    rows = asyncio.run(find_actions(load_settings()))
     if as_json:
-        say_json(rows)
+        write_json(rows)
     else:
-        say_table(COLUMNS, map(cells, rows))
+        write_table(COLUMNS, map(cells, rows))
 
 
 @app.command()
 def pause(name: Name, as_json: AsJson = False) -> None:
-    """Have nothing of an action scheduled or started, until it is resumed; triggers are accepted and wait."""
-    show(asyncio.run(change(load(), "actions pause", admin.pause, name)), as_json=as_json)
+    """Pause an action: no run of it is scheduled or started until you resume it. Triggered runs wait."""
+    show(asyncio.run(change(load_settings(), "actions pause", admin.pause, name)), as_json=as_json)
 
 
 @app.command()
 def resume(name: Name, as_json: AsJson = False) -> None:
-    """Let a paused action go on, with its next slot and with the runs that wait."""
-    show(asyncio.run(change(load(), "actions resume", admin.resume, name)), as_json=as_json)
+    """Resume a paused action: its waiting runs start, and its schedule continues with the next slot."""
+    show(asyncio.run(change(load_settings(), "actions resume", admin.resume, name)), as_json=as_json)
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def everything(settings: FleetSettings) -> list[ActionRecord]:
-    async with connected(settings) as (connection, namespace):
+async def find_actions(settings: FleetSettings) -> list[ActionRecord]:
+    async with connect(settings) as (connection, namespace):
         return await admin.find_all(connection, namespace, Catalogue.load(settings.actions))
 
 
-async def change(settings: FleetSettings, command: str, what: Change, name: str) -> ActionRecord:
-    async with changing(settings) as (connection, namespace):
+async def change(settings: FleetSettings, command: str, apply: Change, name: str) -> ActionRecord:
+    async with connect_to_change(settings) as (connection, namespace):
         async with connection.transaction():
             await commands.announce(connection, namespace, command, name)
-            await what(connection, namespace, name)
+            await apply(connection, namespace, name)
         return await admin.find(connection, namespace, Catalogue.load(settings.actions), name)
 
 
-# -- showing ----------------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def show(action: ActionRecord, *, as_json: bool) -> None:
     if as_json:
-        say_json(action)
+        write_json(action)
     else:
-        following = f", next run {next_run(action)}" if action.next_run_at else ""
-        say(f"{action.name}: {action.state}{following}")
+        schedule = f", next run {next_run(action)}" if action.next_run_at else ""
+        write(f"{action.name}: {action.state}{schedule}")
 
 
 def cells(action: ActionRecord) -> Iterator[str]:
     yield from (action.name, action.schedule or "", action.state, next_run(action), last_run(action))
-    yield from (some(action.running_on), some(action.standby))
+    yield from (abbreviated(action.running_on), abbreviated(action.standby))
 
 
 def next_run(action: ActionRecord) -> str:
     if action.next_run_at is None:
         return ""
     seconds = (action.next_run_at - datetime.now(UTC)).total_seconds()
-    return f"{f'in {rough(seconds)}' if seconds > 0 else 'now'}, {at(action.next_run_at)}"
+    return f"{f'in {rough_duration(seconds)}' if seconds > 0 else 'now'}, {local_time(action.next_run_at)}"
 
 
 def last_run(action: ActionRecord) -> str:
@@ -95,11 +104,11 @@ def last_run(action: ActionRecord) -> str:
     if run is None:
         return ""
     since = run.finished_at or run.started_at or run.created_at
-    return f"{run.state} {rough((datetime.now(UTC) - since).total_seconds())} ago"
+    return f"{run.state} {rough_duration((datetime.now(UTC) - since).total_seconds())} ago"
 
 
-def rough(seconds: float) -> str:
-    """Write a distance in time the way people say it."""
+def rough_duration(seconds: float) -> str:
+    """Format a duration roughly, such as `59 s`, `12 min` or `2 h 1 min`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -110,6 +119,6 @@ def rough(seconds: float) -> str:
     )
 
 
-def some(names: Sequence[str]) -> str:
+def abbreviated(names: Sequence[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

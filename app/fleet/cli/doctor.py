@@ -1,7 +1,7 @@
-"""Is this wiring safe? Every check that can be made without starting an instance, each with what to do about it.
+"""The checks of `flotilla doctor`: all that needs no running instance. Each finding says what to do about it.
 
-`ok` is said too: an operator wants to see that a thing was looked at. A `problem` would keep an instance from starting
-or make it unsafe; a `warning` will hurt one day.
+A `problem` prevents an instance from starting, or makes it unsafe. A `warning` may cause trouble later. A check that
+finds nothing reports `ok`, so that the operator sees what was checked.
 """
 
 import enum
@@ -24,12 +24,12 @@ from app.fleet.errors import DatabaseError
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.redaction import redact
 
-CLOCK_TOLERANCE = 2.0
-MISSING_SHOWN = 5
+MAX_CLOCK_OFFSET = 2.0
+MAX_MISSING_SHOWN = 5
 
 MAY_MIGRATE = Statement("SELECT has_schema_privilege('{channel}', 'CREATE')")
 
-# Each privilege by itself: a list of them in one call asks for any.
+# One row per privilege: has_table_privilege() with a list of privileges is true if the role has any of them.
 MISSING = Statement("""
 SELECT 'USAGE on the schema'
 WHERE NOT has_schema_privilege('{channel}', 'USAGE')
@@ -75,7 +75,13 @@ def examine(settings: FleetSettings) -> list[Finding]:
         preflight.check_direct(addresses)
     except DatabaseError as error:
         return [*findings, Finding(Level.PROBLEM, "database", str(error))]
-    findings.append(Finding(Level.OK, "database", f"{addresses.place} is writable, recent enough, and direct"))
+    findings.append(
+        Finding(
+            Level.OK,
+            "database",
+            f"{addresses.place} is writable, its version is supported, and the connection is direct",
+        )
+    )
     namespace = Namespace(settings.namespace)
     try:
         with open_session(addresses.direct, application=f"flotilla/{namespace.name}/doctor", lease=None) as session:
@@ -89,7 +95,7 @@ def examine(settings: FleetSettings) -> list[Finding]:
 def check_settings(settings: FleetSettings) -> Iterator[Finding]:
     yield Finding(Level.OK, "settings", f"environment {settings.environment}, namespace {settings.namespace}")
     if not settings.api_keys:
-        yield Finding(Level.WARNING, "api keys", "none are set: everyone may read and operate (development only)")
+        yield Finding(Level.WARNING, "api keys", "none are set: all callers may read and operate (development only)")
     if settings.embedded:
         yield Finding(Level.WARNING, "embedded database", "for development only: set DATABASE_URL before you deploy")
 
@@ -101,31 +107,31 @@ def check_schema(session: Session, namespace: Namespace, settings: FleetSettings
         yield Finding(Level.PROBLEM, "schema", str(error))
         return
     if state is migrations.State.CURRENT:
-        yield Finding(Level.OK, "schema", f"{namespace.schema} is current")
+        yield Finding(Level.OK, "schema", f"{namespace.schema} is up to date")
     elif state is migrations.State.AHEAD:
-        yield Finding(Level.WARNING, "schema", f"{namespace.schema} is ahead: a newer release has migrated it already")
+        yield Finding(Level.WARNING, "schema", f"{namespace.schema} is ahead: a newer release has migrated it")
     elif settings.migrates_on_start:
         yield Finding(
-            Level.OK, "schema", f"{namespace.schema} is {state.value}; the next instance to start migrates it"
+            Level.OK, "schema", f"{namespace.schema} is {state.value}; the next instance that starts migrates it"
         )
     else:
         yield Finding(Level.PROBLEM, "schema", f"{namespace.schema} is {state.value}: run `flotilla migrate`")
 
 
 def check_clock(session: Session, _: Namespace, __: FleetSettings) -> Iterator[Finding]:
-    asked = time.time()
+    sent = time.time()
     row = session.execute("SELECT extract(epoch FROM clock_timestamp())::float8").fetchone()
     assert row is not None
-    apart = row[0] - (asked + time.time()) / 2
-    if abs(apart) > CLOCK_TOLERANCE:
+    offset = row[0] - (sent + time.time()) / 2
+    if abs(offset) > MAX_CLOCK_OFFSET:
         yield Finding(
             Level.WARNING,
             "clock",
-            f"this machine and PostgreSQL are {apart:+.1f} s apart: PostgreSQL's clock decides, so nothing breaks, but "
-            f"the times in the logs will not match; check NTP",
+            f"the clocks of this machine and of PostgreSQL differ by {offset:+.1f} s: nothing breaks, because only "
+            f"PostgreSQL's clock is used, but the times in the logs do not match; check NTP",
         )
     else:
-        yield Finding(Level.OK, "clock", f"{apart * 1000:+.0f} ms apart from PostgreSQL's")
+        yield Finding(Level.OK, "clock", f"{offset * 1000:+.0f} ms from PostgreSQL's clock")
 
 
 def check_privileges(session: Session, namespace: Namespace, _: FleetSettings) -> Iterator[Finding]:
@@ -135,11 +141,11 @@ def check_privileges(session: Session, namespace: Namespace, _: FleetSettings) -
             yield Finding(
                 Level.PROBLEM,
                 "privileges",
-                f"this role may not create the schema {namespace.schema}: GRANT CREATE ON DATABASE, or migrate as "
+                f"this role may not create the schema {namespace.schema}: GRANT CREATE ON DATABASE, or migrate with "
                 f"another role",
             )
         else:
-            yield Finding(Level.OK, "privileges", "enough to make the schema")
+            yield Finding(Level.OK, "privileges", "enough to create the schema")
         return
     names = {
         "tables": [table.name for table in metadata.tables.values()],
@@ -147,14 +153,14 @@ def check_privileges(session: Session, namespace: Namespace, _: FleetSettings) -
     }
     missing = [name for (name,) in session.execute(namespace.sql(MISSING), names)]
     if missing:
-        more = f" and {len(missing) - MISSING_SHOWN} more" if len(missing) > MISSING_SHOWN else ""
+        more = f" and {len(missing) - MAX_MISSING_SHOWN} more" if len(missing) > MAX_MISSING_SHOWN else ""
         yield Finding(
             Level.PROBLEM,
             "privileges",
-            f"this role lacks {', '.join(missing[:MISSING_SHOWN])}{more}: see docs/guides/deploy.md",
+            f"this role lacks {', '.join(missing[:MAX_MISSING_SHOWN])}{more}: see docs/guides/deploy.md",
         )
     elif session.execute(namespace.sql(MAY_MIGRATE)).fetchone() == (False,):
-        yield Finding(Level.OK, "privileges", "enough to run, not to migrate (least privilege)")
+        yield Finding(Level.OK, "privileges", "enough to run, but not to migrate (least privilege)")
     else:
         yield Finding(Level.OK, "privileges", "enough to run and to migrate")
 
@@ -174,20 +180,20 @@ def check_budget(session: Session, namespace: Namespace, settings: FleetSettings
         Level.OK,
         "connection budget",
         f"{len(living)} living instances may open {used} of {allowed} sessions; there is room for "
-        f"{max(0, (allowed - used) // each)} more with these settings ({each} each)",
+        f"{max(0, (allowed - used) // each)} more instances with these settings ({each} sessions each)",
     )
 
 
 def check_route(addresses: dsn.Addresses) -> Iterator[Finding]:
-    """Look at what lies between the pool and PostgreSQL; here a pooler is welcome."""
+    """Check the connection of the pool to PostgreSQL, which may lead through a pooler."""
     try:
         route = preflight.check_pool(addresses)
     except DatabaseError as error:
         yield Finding(Level.PROBLEM, "pool", str(error))
         return
     if addresses.pooled:
-        detail = "DATABASE_URL leads through a pooler, DATABASE_DIRECT_URL around it"
-        without = "none: both addresses lead to PostgreSQL itself"
+        detail = "DATABASE_URL leads through a pooler, DATABASE_DIRECT_URL does not"
+        without = "none: both addresses lead to PostgreSQL directly"
         yield Finding(Level.OK, "pooler", detail if route.through_pooler else without)
     yield Finding(
         Level.OK,
@@ -199,8 +205,8 @@ def check_route(addresses: dsn.Addresses) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING,
             "encryption",
-            f"{place} is another machine, reached without TLS: the password and all data can be read on the way; add "
-            f"sslmode=verify-full to the address",
+            f"{place} is another machine, and the connection has no TLS: the network can read the password and all "
+            f"data; add sslmode=verify-full to the address",
         )
     if not route.unencrypted:
-        yield Finding(Level.OK, "encryption", "the database is on this machine, or reached with TLS")
+        yield Finding(Level.OK, "encryption", "the database is on this machine, or the connection has TLS")

@@ -1,4 +1,4 @@
-"""Instances: start some here, see them anywhere, ask any of them to leave."""
+"""Commands about instances: start them on this machine, list all of them, stop any of them."""
 
 import contextlib
 import os
@@ -16,7 +16,16 @@ from urllib.request import urlopen
 
 import typer
 
-from app.fleet.cli.terminal import AsJson, lasted, load, own_name_as_typed, say, say_json, say_table, session_for
+from app.fleet.cli.terminal import (
+    AsJson,
+    coarse_duration,
+    command_name,
+    load_settings,
+    session_for,
+    write,
+    write_json,
+    write_table,
+)
 from app.fleet.cluster.registry import Instance, Register, Session
 from app.fleet.coordination.locks.by_instance import read_lock_names
 from app.fleet.db import dsn, embedded, migrations, preflight
@@ -26,7 +35,7 @@ from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs
 
 READY_WITHIN = 60.0
-LED_WITHIN = 5.0
+LEADER_WITHIN = 5.0
 COLUMNS = (
     "NAME", "ID", "STATE", "LEADER", "RUNNING", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP", "WORKSPACE",
 )  # fmt: skip
@@ -37,18 +46,20 @@ COLUMNS = (
 
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 lets the system choose.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of this instance.")] = None,
     workspace: Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")] = False,
 ) -> None:
-    """Run one instance in the foreground, as containers want it."""
+    """Run one instance in the foreground, for example in a container."""
     given = {"HOST": host, "PORT": port, "INSTANCE_NAME": name, "WORKSPACE": workspace}
     if force:
         given["WORKSPACE_FORCE"] = "true"
-    # Through the environment, because the service reads its settings by itself, the same under every server.
+    # Passed in the environment, because the service reads its settings itself, as it does under every server.
     os.environ.update({f"FLOTILLA_{key}": str(value) for key, value in given.items() if value is not None})
-    settings = load()
+    settings = load_settings()
     listener = listen(settings)
 
     import uvicorn
@@ -67,17 +78,19 @@ def serve(
 
 
 def up(
-    instances: Annotated[int, typer.Option("--instances", "-n", min=1, max=100, help="How many.")] = 3,
-    name: Annotated[str | None, typer.Option(help="Name; with several instances, NAME-1, NAME-2, …")] = None,
+    instances: Annotated[int, typer.Option("--instances", "-n", min=1, max=100, help="Number of instances.")] = 3,
+    name: Annotated[str | None, typer.Option(help="Name of the instance; several get NAME-1, NAME-2, …")] = None,
     workspace: Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")] = False,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the first; the others follow.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the first instance; the others get the next ports.")
+    ] = None,
 ) -> None:
     """Start instances on this machine, in the background, and wait until they are ready."""
-    settings = load()
+    settings = load_settings()
     began = time.monotonic()
     if workspace and instances > 1 and not force:
-        raise FleetError("a workspace is exclusive: start one instance with it, or share it with --force")
+        raise FleetError("a workspace is exclusive: start only one instance with it, or share it with --force")
     addresses = dsn.resolve(settings)
     preflight.check_direct(addresses)
     namespace = Namespace(settings.namespace)
@@ -86,32 +99,32 @@ def up(
     )
     first = settings.port if port is None else port
     if not 0 < first <= 65536 - instances:
-        raise SettingsError(f"there are no {instances} ports from {first} on: choose a lower one with --port")
+        raise SettingsError(f"there are no {instances} ports from {first} on: choose a lower port with --port")
     ports = range(first, first + instances)
     with session_for(settings) as (session, register):
-        mine = here(register.list(session))
+        present = by_port_on_this_host(register.list(session))
     started: dict[int, subprocess.Popen[bytes]] = {}
     for number, each in enumerate(ports, 1):
-        if each in mine:
-            say(f"port {each}: {mine[each].name} is up already")
+        if each in present:
+            write(f"port {each}: {present[each].name} is already running")
             continue
         own_name = name if name is None or instances == 1 else f"{name}-{number}"
         started[each] = launch(each, settings, own_name, workspace, force)
     for each, process in started.items():
         wait_until_ready(each, process, settings)
-    wait_until_led(settings)
+    wait_for_leader(settings)
     show(settings)
-    say(f"\n{len(ports)} instances up in {time.monotonic() - began:.1f} s. Look at:")
-    say(f"  curl http://{reachable(settings.host)}:{first}/health/instances")
-    say(f"  tail -f {log_file('*')}")
-    me = own_name_as_typed()
-    say(f"  {me} list · {me} down NAME · {me} down")
+    write(f"\n{len(ports)} instances up in {time.monotonic() - began:.1f} s. Next:")
+    write(f"  curl http://{reachable(settings.host)}:{first}/health/instances")
+    write(f"  tail -f {log_file('*')}")
+    me = command_name()
+    write(f"  {me} list · {me} down NAME · {me} down")
 
 
 def launch(
     port: int, settings: FleetSettings, name: str | None, workspace: str | None, force: bool
 ) -> "subprocess.Popen[bytes]":
-    """Start one instance that outlives this command."""
+    """Start an instance that continues to run after this command has ended."""
     refuse_taken_port(settings.host, port)
     command = [sys.executable, "-m", "app", "serve", "--port", str(port)]
     for flag, value in (("--name", name), ("--workspace", workspace)):
@@ -132,7 +145,7 @@ def wait_until_ready(port: int, process: "subprocess.Popen[bytes]", settings: Fl
     while time.monotonic() < deadline:
         if process.poll() is not None:
             tail = "\n".join(Path(log_file(str(port))).read_text(errors="replace").splitlines()[-5:])
-            raise StartRefused(f"the instance on port {port} ended with {process.returncode}:\n{tail}")
+            raise StartRefused(f"the instance on port {port} exited with {process.returncode}:\n{tail}")
         with contextlib.suppress(URLError, OSError):
             if urlopen(f"http://{reachable(settings.host)}:{port}/health/ready", timeout=2).status == 200:
                 return
@@ -142,33 +155,35 @@ def wait_until_ready(port: int, process: "subprocess.Popen[bytes]", settings: Fl
     )
 
 
-def wait_until_led(settings: FleetSettings) -> None:
-    """Let the first leader take its turn, which is a matter of milliseconds; if nobody does, the list shows it."""
-    deadline = time.monotonic() + LED_WITHIN
+def wait_for_leader(settings: FleetSettings) -> None:
+    """Wait until an instance is the leader, usually some milliseconds. Without a leader in time, the list shows it."""
+    deadline = time.monotonic() + LEADER_WITHIN
     with session_for(settings) as (session, register):
         while not any(row.leader for row in register.list(session)) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
-# -- seeing and ending ------------------------------------------------------------------------------------------------
+# -- listing and stopping ---------------------------------------------------------------------------------------------
 
 
 def list_command(
-    everyone: Annotated[bool, typer.Option("--all", help="Those gone within the last minutes too.")] = False,
+    with_gone: Annotated[
+        bool, typer.Option("--all", help="Also list the instances that ended within the last 10 minutes.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List all living instances of the namespace, wherever they run."""
-    show(load(), everyone=everyone, as_json=as_json)
+    """List all living instances of the namespace, on all machines."""
+    show(load_settings(), with_gone=with_gone, as_json=as_json)
 
 
 def down(
-    name: Annotated[str | None, typer.Argument(help="Which instance; without it, all on this machine.")] = None,
-    timeout: Annotated[float, typer.Option(help="How long to wait for it to be gone, in seconds.")] = 70.0,
+    name: Annotated[str | None, typer.Argument(help="Name of the instance (default: all on this machine).")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until it is gone.")] = 70.0,
 ) -> None:
-    """Ask an instance, on any host, to drain and leave; without a name, all on this machine, and their database."""
-    settings = load()
+    """Drain and stop an instance on any machine; without a name, stop all on this machine and the embedded database."""
+    settings = load_settings()
     if settings.embedded and not embedded.is_running(settings.embedded_dir):
-        say("nothing is up here: the embedded PostgreSQL is not running")
+        write("no instance is running here: the embedded PostgreSQL is stopped")
         return
     with session_for(settings) as (session, register):
         if name is not None:
@@ -180,9 +195,9 @@ def down(
         reason = f"flotilla down, by pid {os.getpid()} on {socket.gethostname()}"
         waiting = {each: register.request_drain(session, each, reason) for each in names}
         wait_until_gone(session, register, waiting, timeout)
-        nobody_left = not any(each.living for each in register.list(session))
-    if name is None and settings.embedded and nobody_left and embedded.stop(settings.embedded_dir):
-        say("embedded PostgreSQL: stopped")
+        last_one_gone = not any(each.living for each in register.list(session))
+    if name is None and settings.embedded and last_one_gone and embedded.stop(settings.embedded_dir):
+        write("embedded PostgreSQL: stopped")
 
 
 def wait_until_gone(session: Session, register: Register, waiting: dict[str, int], timeout: float) -> None:
@@ -190,21 +205,21 @@ def wait_until_gone(session: Session, register: Register, waiting: dict[str, int
     while waiting and time.monotonic() < deadline:
         for name, identifier in list(waiting.items()):
             if register.is_gone(session, identifier):
-                say(f"{name}: gone")
+                write(f"{name}: gone")
                 del waiting[name]
         time.sleep(0.1)
     if waiting:
-        raise FleetError(f"still there after {timeout:.0f} s: {', '.join(waiting)}; `flotilla list` shows their state")
+        raise FleetError(f"not gone after {timeout:.0f} s: {', '.join(waiting)}; `flotilla list` shows their state")
 
 
-def show(settings: FleetSettings, *, everyone: bool = False, as_json: bool = False) -> None:
+def show(settings: FleetSettings, *, with_gone: bool = False, as_json: bool = False) -> None:
     with session_for(settings) as (session, register):
-        rows = [row for row in register.list(session) if everyone or row.living]
+        rows = [row for row in register.list(session) if with_gone or row.living]
         if as_json:
             locks = read_lock_names(session, register.namespace)
-            say_json([asdict(row) | {"locks": locks.get(row.id, [])} for row in rows])
+            write_json([asdict(row) | {"locks": locks.get(row.id, [])} for row in rows])
         else:
-            say_table(COLUMNS, map(cells, rows))
+            write_table(COLUMNS, map(cells, rows))
 
 
 def cells(row: Instance) -> Iterator[str]:
@@ -212,23 +227,23 @@ def cells(row: Instance) -> Iterator[str]:
     yield from (row.hostname, str(row.pid), str(row.port or ""), row.version)
     if row.living:
         yield f"{row.heartbeat_age_ms} ms ago"
-        yield lasted(row.started_at, datetime.now(row.started_at.tzinfo))
+        yield coarse_duration(row.started_at, datetime.now(row.started_at.tzinfo))
     else:
         yield row.gone_reason or ""
-        yield lasted(row.started_at, row.gone_at or row.started_at)
+        yield coarse_duration(row.started_at, row.gone_at or row.started_at)
     yield row.workspace or ""
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def here(rows: list[Instance]) -> dict[int, Instance]:
+def by_port_on_this_host(rows: list[Instance]) -> dict[int, Instance]:
     """Return the living instances of this machine by their port."""
     return {row.port: row for row in rows if row.living and row.port and row.hostname == socket.gethostname()}
 
 
 def listen(settings: FleetSettings) -> socket.socket:
-    """Take the port before anything else: an instance that cannot be reached must not join."""
+    """Bind the port before anything else: an instance that cannot be reached must not join."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -244,13 +259,13 @@ def refuse_taken_port(host: str, port: int) -> None:
     with contextlib.closing(socket.socket()) as probe:
         probe.settimeout(1)
         if probe.connect_ex((reachable(host), port)) == 0:
-            raise port_taken(host, port, OSError("something answers there"))
+            raise port_taken(host, port, OSError("another process listens there"))
 
 
 def port_taken(host: str, port: int, error: OSError) -> FleetError:
     return FleetError(
-        f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another with --port or FLOTILLA_PORT, or "
-        f"end what uses it (`flotilla list` shows the instances)"
+        f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another port with --port or FLOTILLA_PORT, "
+        f"or stop the process that uses it (`flotilla list` shows the instances)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Locks: who holds which, and releasing one whoever holds it."""
+"""Commands about locks: list the held locks, and release a lock by force."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from app.fleet.cli.terminal import AsJson, changing, connected, lasted, load, say, say_json, say_table
+from app.fleet.cli.terminal import (
+    AsJson,
+    coarse_duration,
+    connect,
+    connect_to_change,
+    load_settings,
+    write,
+    write_json,
+    write_table,
+)
 from app.fleet.cluster import commands
 from app.fleet.coordination.locks import admin
 from app.fleet.coordination.locks.admin import LockRecord
@@ -17,48 +26,48 @@ COLUMNS = ("NAME", "TOKEN", "INSTANCE", "HOST", "PID", "HOLDER", "HELD", "EXPIRE
 
 
 def locks(as_json: AsJson = False) -> None:
-    """List the locks that are held: by whom, for how long already, and how many wait."""
-    rows = asyncio.run(everything(load()))
+    """List the locks that are held: their holders, for how long, and how many tasks wait for each."""
+    rows = asyncio.run(find_locks(load_settings()))
     if as_json:
-        say_json(rows)
+        write_json(rows)
     else:
-        say_table(COLUMNS, map(cells, rows))
+        write_table(COLUMNS, map(cells, rows))
 
 
 def release(
-    name: Annotated[str, typer.Argument(help="Which lock.")],
-    reason: Annotated[str, typer.Option(help="Why; it is kept, with who you are.")],
+    name: Annotated[str, typer.Argument(help="Name of the lock.")],
+    reason: Annotated[str, typer.Option(help="Why you release it; recorded with your user name.")],
     as_json: AsJson = False,
 ) -> None:
-    """Release a lock whoever holds it; whatever its holder still guards by it is refused."""
-    record = asyncio.run(force(load(), name, reason))
+    """Release a lock by force. Its holder is cancelled, and cannot commit anything that the lock guards."""
+    record = asyncio.run(force_release(load_settings(), name, reason))
     if as_json:
-        say_json(record)
+        write_json(record)
     else:
-        say(f"{record.name}: released; {record.instance} held it with the token {record.token}")
+        write(f"{record.name}: released; {record.instance} held it with the token {record.token}")
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def everything(settings: FleetSettings) -> Sequence[LockRecord]:
-    async with connected(settings) as (connection, namespace):
+async def find_locks(settings: FleetSettings) -> Sequence[LockRecord]:
+    async with connect(settings) as (connection, namespace):
         return await admin.list_locks(connection, namespace)
 
 
-async def force(settings: FleetSettings, name: str, reason: str) -> LockRecord:
-    async with changing(settings) as (connection, namespace), connection.transaction():
+async def force_release(settings: FleetSettings, name: str, reason: str) -> LockRecord:
+    async with connect_to_change(settings) as (connection, namespace), connection.transaction():
         await commands.announce(connection, namespace, "release", name)
         return await admin.force_release(connection, namespace, name, reason=reason, by=commands.operator())
 
 
-# -- showing ----------------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def cells(lock: LockRecord) -> Iterator[str]:
     now = datetime.now(UTC)
     left = (lock.expires_at - now).total_seconds()
     yield from (lock.name, str(lock.token), lock.instance, lock.hostname, str(lock.pid), lock.holder or "")
-    yield lasted(lock.acquired_at, now)
+    yield coarse_duration(lock.acquired_at, now)
     yield f"in {left:.0f} s" if left > 0 else "expired"
     yield str(lock.waiting)

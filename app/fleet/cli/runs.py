@@ -1,4 +1,4 @@
-"""Runs: the newest in a table, one in full or followed to its end, cancelled, or tried again."""
+"""Commands about runs: list the newest, show or follow one, cancel or retry one, retry many."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,17 +11,17 @@ from typer.core import TyperGroup
 from app.fleet.cli.follow import follow, follow_all
 from app.fleet.cli.terminal import (
     AsJson,
-    at,
-    changing,
-    connected,
-    load,
+    command_name,
+    connect,
+    connect_to_change,
+    duration,
+    load_settings,
+    local_time,
     one_line,
-    own_name_as_typed,
-    say,
-    say_json,
-    say_table,
+    write,
+    write_json,
+    write_table,
 )
-from app.fleet.cli.terminal import took as duration
 from app.fleet.cluster import commands
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
@@ -36,7 +36,7 @@ LIMIT = 20
 STATES: tuple[str, ...] = get_args(State)
 COLUMNS = ("ID", "ACTION", "STATE", "ATTEMPT", "TRIGGER", "INSTANCE", "STARTED", "TOOK", "ERROR")
 
-RunId = Annotated[int, typer.Argument(metavar="ID", min=1, max=2**63 - 1, help="Which run.")]
+RunId = Annotated[int, typer.Argument(metavar="ID", min=1, max=2**63 - 1, help="Id of the run.")]
 
 
 class Runs(TyperGroup):
@@ -49,7 +49,7 @@ class Runs(TyperGroup):
 app = typer.Typer(cls=Runs, rich_markup_mode=None)
 
 
-def states(given: list[str] | None) -> list[str] | None:
+def check_states(given: list[str] | None) -> list[str] | None:
     for each in given or []:
         if each not in STATES:
             raise typer.BadParameter(f"{each!r} is not one of {', '.join(STATES)}")
@@ -59,96 +59,102 @@ def states(given: list[str] | None) -> list[str] | None:
 @app.callback(invoke_without_command=True)
 def runs_command(
     context: typer.Context,
-    action: Annotated[str | None, typer.Option(help="Of this action only.")] = None,
+    action: Annotated[str | None, typer.Option(help="Only runs of this action.")] = None,
     state: Annotated[
         list[str] | None,
-        typer.Option(metavar="|".join(STATES), callback=states, help="In this state only; may be given several times."),
+        typer.Option(metavar="|".join(STATES), callback=check_states, help="Only runs in this state; may be repeated."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = LIMIT,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of runs.")] = LIMIT,
     follow_them: Annotated[
-        bool, typer.Option("--follow", help="Show every change of state, from now on, instead.")
+        bool, typer.Option("--follow", help="Show all state changes from now on, instead of a list.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the newest runs; `flotilla runs ID` shows one in full."""
+    """List the newest runs. `flotilla runs ID` shows one run in full."""
     if context.invoked_subcommand is not None:
         if action or state or as_json or follow_them or limit != LIMIT:
-            raise typer.BadParameter("what stands before an ID or a command is for the list: options come after it")
+            raise typer.BadParameter(
+                "an option before an ID or a command belongs to the list: write options after them"
+            )
         return
     if follow_them:
         if limit != LIMIT:
-            raise typer.BadParameter("--limit is for the list, and --follow has no end")
-        follow_all(load(), action, state or [], as_json=as_json)
-    rows = asyncio.run(newest(load(), action, state or [], limit))
+            raise typer.BadParameter("--limit cannot be used with --follow")
+        follow_all(load_settings(), action, state or [], as_json=as_json)
+    rows = asyncio.run(find_newest(load_settings(), action, state or [], limit))
     if as_json:
-        say_json(rows)
+        write_json(rows)
     else:
-        say_table(COLUMNS, map(cells, rows))
+        write_table(COLUMNS, map(cells, rows))
 
 
 @app.command()
 def show(
     run: RunId,
-    follow_it: Annotated[bool, typer.Option("--follow", help="From its first event on, until it ends.")] = False,
+    follow_it: Annotated[bool, typer.Option("--follow", help="Show all its events, until it ends.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show one run in full. `show` may be left out."""
-    settings = load()
+    """Show one run in full. `flotilla runs ID` does the same."""
+    settings = load_settings()
     if follow_it:
         follow(settings, run, as_json=as_json)
-    record = asyncio.run(look(settings, run))
+    record = asyncio.run(find_run(settings, run))
     if as_json:
-        say_json(record)
+        write_json(record)
         return
-    say(headline(record))
+    write(headline(record))
     for name, value in details(record):
-        say(f"  {name:<13}  {value.replace(chr(10), chr(10) + ' ' * 17)}")
+        write(f"  {name:<13}  {value.replace(chr(10), chr(10) + ' ' * 17)}")
 
 
 @app.command()
 def cancel(run: RunId, as_json: AsJson = False) -> None:
-    """Cancel a run: at once if it waits; if it runs, its instance is told."""
-    record = asyncio.run(do(load(), "runs cancel", records.cancel, run))
+    """Cancel a run: at once if it is pending; if it is running, its instance is asked to stop it."""
+    record = asyncio.run(change_run(load_settings(), "runs cancel", records.cancel, run))
     if as_json:
-        say_json(record)
+        write_json(record)
     elif record.state == "running":
-        say(f"run {run} of {record.action}: {record.instance} is told to end it; `{own_name_as_typed()} runs {run}`")
+        write(f"run {run} of {record.action}: {record.instance} is asked to stop it; `{command_name()} runs {run}`")
     else:
-        say(headline(record))
+        write(headline(record))
 
 
 @app.command()
 def retry(run: RunId, as_json: AsJson = False) -> None:
-    """Have a run tried again that failed or was cancelled; one that waits for its time is tried now."""
-    record = asyncio.run(do(load(), "runs retry", records.retry, run))
+    """Retry a run that failed or was cancelled. A pending run that waits for its time is started now."""
+    record = asyncio.run(change_run(load_settings(), "runs retry", records.retry, run))
     if as_json:
-        say_json(record)
+        write_json(record)
     else:
-        say(headline(record))
+        write(headline(record))
 
 
 @app.command(name="retry-all")
 def retry_all(
-    action: Annotated[str, typer.Option(help="Of this action.")],
+    action: Annotated[str, typer.Option(help="Retry the runs of this action.")],
     since: Annotated[
-        str | None, typer.Option(metavar="2h", help="Those that ended at most so long ago; all, without.")
+        str | None, typer.Option(metavar="2h", help="Only runs that ended within this duration (default: all).")
     ] = None,
-    until: Annotated[str | None, typer.Option(metavar="10m", help="And at least so long ago.")] = None,
-    cancelled: Annotated[bool, typer.Option("--cancelled", help="Those that were cancelled, too.")] = False,
+    until: Annotated[
+        str | None, typer.Option(metavar="10m", help="Only runs that ended longer ago than this (default: all).")
+    ] = None,
+    cancelled: Annotated[bool, typer.Option("--cancelled", help="Also retry cancelled runs.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Have all runs of an action tried again that failed within some time."""
+    """Retry all failed runs of an action, or only those that ended within a period."""
     states = [*AGAIN] if cancelled else ["failed"]
-    count, left_out = asyncio.run(revive(load(), action, states, ago("--since", since), ago("--until", until)))
+    count, left_out = asyncio.run(
+        retry_runs(load_settings(), action, states, parse_age("--since", since), parse_age("--until", until))
+    )
     if as_json:
-        say_json({"retried": count} | ({"left_out": left_out} if left_out else {}))
+        write_json({"retried": count} | ({"left_out": left_out} if left_out else {}))
         return
-    say(f"{count} run{'' if count == 1 else 's'} of {action}: pending again")
+    write(f"{count} run{'' if count == 1 else 's'} of {action}: pending again")
     if left_out:
-        say(f"{left_out} left out: the action allows one active run at a time (overlap='skip')")
+        write(f"{left_out} left out: the action allows one active run at a time (overlap='skip')")
 
 
-def ago(option: str, given: str | None) -> timedelta | None:
+def parse_age(option: str, given: str | None) -> timedelta | None:
     if given is None:
         return None
     try:
@@ -160,39 +166,39 @@ def ago(option: str, given: str | None) -> timedelta | None:
     return timedelta(seconds=value)
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 Request = Callable[[Connection, Namespace, int], Awaitable[RunRecord]]
 
 
-async def look(settings: FleetSettings, run: int) -> RunRecord:
-    async with connected(settings) as (connection, namespace):
+async def find_run(settings: FleetSettings, run: int) -> RunRecord:
+    async with connect(settings) as (connection, namespace):
         return await records.find(connection, namespace, run)
 
 
-async def do(settings: FleetSettings, command: str, request: Request, run: int) -> RunRecord:
-    async with changing(settings) as (connection, namespace), connection.transaction():
+async def change_run(settings: FleetSettings, command: str, request: Request, run: int) -> RunRecord:
+    async with connect_to_change(settings) as (connection, namespace), connection.transaction():
         await commands.announce(connection, namespace, command, f"run {run}")
         return await request(connection, namespace, run)
 
 
-async def revive(
+async def retry_runs(
     settings: FleetSettings, action: str, states: list[str], since: timedelta | None, until: timedelta | None
 ) -> records.Retried:
-    async with changing(settings) as (connection, namespace):
+    async with connect_to_change(settings) as (connection, namespace):
         action_id = await admin.id_of(connection, namespace, action)
         count = await records.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
         await commands.announce(connection, namespace, "runs retry-all", f"{action} {count.many} runs")
         return count
 
 
-async def newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[ListedRun]:
-    async with connected(settings) as (connection, namespace):
+async def find_newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[ListedRun]:
+    async with connect(settings) as (connection, namespace):
         action_id = None if action is None else await admin.id_of(connection, namespace, action)
         return await pages.find_page(connection, namespace, action_id=action_id, states=states, limit=limit)
 
 
-# -- showing ----------------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def headline(run: RunRecord) -> str:
@@ -203,29 +209,29 @@ def cells(run: ListedRun) -> Iterator[str]:
     yield from (str(run.id), run.action, run.state, f"{run.attempt}/{run.max_attempts}", run.trigger)
     yield run.instance or ""
     if run.state == "pending":
-        yield f"due {at(run.run_at)}" if run.run_at > datetime.now(UTC) else ""
+        yield f"due {local_time(run.run_at)}" if run.run_at > datetime.now(UTC) else ""
         yield ""
     else:
-        yield at(run.started_at)
+        yield local_time(run.started_at)
         yield duration(run.started_at, run.finished_at)
     yield one_line(run.error or run.truncated.get("error", ""))
 
 
 def details(run: RunRecord) -> Iterator[tuple[str, str]]:
-    """What there is to say, and nothing about what there is not."""
+    """Yield the lines of a run's details, without those that do not apply."""
     yield "trigger", run.trigger
     yield "attempt", f"{run.attempt} of {run.max_attempts}"
     if run.scheduled_for is not None:
-        yield "scheduled for", at(run.scheduled_for)
+        yield "scheduled for", local_time(run.scheduled_for)
     if run.ordering_key is not None:
         yield "ordering key", one_line(run.ordering_key)
-    yield "created", at(run.created_at)
+    yield "created", local_time(run.created_at)
     if run.run_at != run.created_at:
-        yield "due", at(run.run_at)
+        yield "due", local_time(run.run_at)
     if run.started_at is not None:
-        yield "started", f"{at(run.started_at)} on {run.instance}"
+        yield "started", f"{local_time(run.started_at)} on {run.instance}"
     if run.finished_at is not None:
-        yield "finished", at(run.finished_at)
+        yield "finished", local_time(run.finished_at)
     if run.started_at is not None and run.state != "pending":
         yield "took", duration(run.started_at, run.finished_at)
     yield "payload", one_line(run.payload)

@@ -1,7 +1,7 @@
-"""What every command needs: the settings, a session, and how things are shown to people and to machines.
+"""What every command needs: the settings, a database session, and the output as text, tables or JSON.
 
-People get tables and local times; `--json` prints what the REST API would answer. Whatever comes out of the database
-was written by somebody, so it is shown without markup, and without the control characters a terminal would obey.
+Tables show local times; `--json` prints what the REST API would answer. Text from the database is not trusted: it is
+printed without markup, and with its control characters escaped, because a terminal would interpret them.
 """
 
 import contextlib
@@ -30,45 +30,48 @@ from app.fleet.db.pool import Connection, shows_an_outage
 from app.fleet.errors import OutcomeUnknown, SchemaOutdated
 from app.fleet.settings import FleetSettings
 
-# Piped, a table is as wide as it needs to be: a name cut to fit 80 columns helps nobody.
+# A table in a pipe is as wide as its contents: names that are cut to fit 80 columns would be useless.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
 err = Console(stderr=True, highlight=False)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 # -- settings and sessions --------------------------------------------------------------------------------------------
 
 
-def load() -> FleetSettings:
-    """Read the service's settings, its own fields included; by name, because the fleet imports nothing above it."""
+def load_settings() -> FleetSettings:
+    """Read the service's settings. Their class is imported by name, because the fleet imports nothing above it."""
     settings: type[FleetSettings] = importlib.import_module("app.settings").Settings
     return settings.load()
 
 
 @contextlib.contextmanager
 def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Register]]:
-    """Open a session on the register, or say why there is none."""
+    """Open a session for the register of instances."""
     addresses = dsn.resolve(settings)
     namespace = Namespace(settings.namespace)
-    with translated(addresses), open_session(addresses.direct, application=name_of(namespace), lease=None) as session:
+    with (
+        translate_errors(addresses),
+        open_session(addresses.direct, application=application_name(namespace), lease=None) as session,
+    ):
         if migrations.inspect(session, namespace) is migrations.State.ABSENT:
-            raise absent(namespace, addresses)
+            raise namespace_absent(namespace, addresses)
         yield session, Register(namespace)
 
 
 @contextlib.asynccontextmanager
-async def connected(settings: FleetSettings) -> AsyncIterator[tuple[Connection, Namespace]]:
-    """Open a connection for what the engine has to say, which is asynchronous; every statement commits by itself."""
+async def connect(settings: FleetSettings) -> AsyncIterator[tuple[Connection, Namespace]]:
+    """Open an asynchronous connection for the engine's functions. Each statement commits by itself."""
     addresses = dsn.resolve(settings)
     namespace = Namespace(settings.namespace)
-    with translated(addresses):
+    with translate_errors(addresses):
         check_schema(addresses, namespace)
-        # What was acknowledged survives, whatever this database's shortcut for others is.
-        # And a command that is stopped half-way keeps no lock for longer than an instance may.
+        # Acknowledged changes survive a crash, even if this database's default is `synchronous_commit=off`.
+        # A command that is suspended in a transaction loses its locks after the same time as an instance.
         conninfo = dsn.with_options(
             addresses.direct,
-            application=name_of(namespace),
+            application=application_name(namespace),
             synchronous_commit="on",
             idle_in_transaction_session_timeout=5000,
         )
@@ -77,22 +80,22 @@ async def connected(settings: FleetSettings) -> AsyncIterator[tuple[Connection, 
 
 
 @contextlib.asynccontextmanager
-async def changing(settings: FleetSettings) -> AsyncIterator[tuple[Connection, Namespace]]:
-    """Open a connection for a command that changes something; if it breaks, the outcome is unknown."""
-    async with connected(settings) as (connection, namespace):
+async def connect_to_change(settings: FleetSettings) -> AsyncIterator[tuple[Connection, Namespace]]:
+    """Open a connection for a command that changes something. If it breaks, raise `OutcomeUnknown`."""
+    async with connect(settings) as (connection, namespace):
         try:
             yield connection, namespace
         except psycopg.Error as error:
             if not shows_an_outage(error):
                 raise
             raise OutcomeUnknown(
-                "the connection to PostgreSQL broke before it confirmed the change: look whether the change is there "
+                "the connection to PostgreSQL broke before it confirmed the change: check whether the change was made "
                 "before you repeat the command"
             ) from error
 
 
 @contextlib.contextmanager
-def translated(addresses: dsn.Addresses) -> Iterator[None]:
+def translate_errors(addresses: dsn.Addresses) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
@@ -100,31 +103,31 @@ def translated(addresses: dsn.Addresses) -> Iterator[None]:
 
 
 def check_schema(addresses: dsn.Addresses, namespace: Namespace) -> None:
-    with open_session(addresses.direct, application=name_of(namespace), lease=None) as session:
+    with open_session(addresses.direct, application=application_name(namespace), lease=None) as session:
         state = migrations.inspect(session, namespace)
     if state is migrations.State.ABSENT:
-        raise absent(namespace, addresses)
+        raise namespace_absent(namespace, addresses)
     if state is migrations.State.BEHIND:
         raise SchemaOutdated(
             f"the namespace {namespace.name!r} in {addresses.place} is older than this command: run `flotilla migrate`"
         )
 
 
-def absent(namespace: Namespace, addresses: dsn.Addresses) -> SchemaOutdated:
+def namespace_absent(namespace: Namespace, addresses: dsn.Addresses) -> SchemaOutdated:
     return SchemaOutdated(
         f"the namespace {namespace.name!r} does not exist in {addresses.place}: `flotilla up` or `flotilla migrate` "
-        f"makes it; FLOTILLA_NAMESPACE chooses another"
+        f"creates it; FLOTILLA_NAMESPACE selects another namespace"
     )
 
 
-def name_of(namespace: Namespace) -> str:
+def application_name(namespace: Namespace) -> str:
     return f"flotilla/{namespace.name}/cli"
 
 
-# -- showing ----------------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
-def say(text: str) -> None:
+def write(text: str) -> None:
     out.print(clean(text), markup=False, soft_wrap=True)
 
 
@@ -132,22 +135,22 @@ def warn(text: str) -> None:
     err.print(clean(text), markup=False, soft_wrap=True)
 
 
-def say_json(value: Any) -> None:
-    """Print it as the REST API would: instants in ISO 8601, in UTC."""
+def write_json(value: Any) -> None:
+    """Print a value as the REST API would, with times in ISO 8601 and UTC."""
     out.print_json(pydantic_core.to_json(value).decode())
 
 
-def say_line(text: str) -> None:
-    """Print it as it is, and at once: whoever reads this reads along."""
+def write_line(text: str) -> None:
+    """Print a line as it is, and flush it: the reader of the pipe follows along."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def say_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table. Its last column, such as an error, is cut where there is no room; the others fold after that."""
+def write_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table. If it is too wide, its last column, such as an error, is cut first; then the others wrap."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        # A column that may not wrap keeps its width while there is another one that may.
+        # Rich narrows a column with `no_wrap` only after all columns without it.
         table.add_column(column, no_wrap=column != columns[-1])
     for row in rows:
         *others, last = row
@@ -157,7 +160,7 @@ def say_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def clean(text: str) -> str:
-    """Make control characters visible, instead of letting them move the cursor."""
+    """Escape control characters, which could otherwise move the cursor."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
@@ -167,28 +170,34 @@ def one_line(value: Any) -> str:
     return " ".join(text.split())
 
 
-def at(instant: datetime | None) -> str:
-    """Show an instant in the time zone of whoever looks."""
+def local_time(instant: datetime | None) -> str:
+    """Format an instant in the local time zone."""
     return "" if instant is None else f"{instant.astimezone():%Y-%m-%d %H:%M:%S}"
 
 
-def lasted(since: datetime, until: datetime) -> str:
+def coarse_duration(since: datetime, until: datetime) -> str:
     seconds = max(0, int((until - since).total_seconds()))
     days, rest = divmod(seconds, 86400)
     return f"{days} d {rest // 3600} h" if days else f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
 
 
-def took(since: datetime | None, until: datetime | None) -> str:
-    """Say how long something took, or takes already; to the millisecond while that matters."""
+def duration(since: datetime | None, until: datetime | None) -> str:
+    """Format how long something took or, without an end, has taken so far."""
     if since is None:
         return ""
     until = until or datetime.now(UTC)
     seconds = max(0.0, (until - since).total_seconds())
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s" if seconds < 60 else lasted(since, until)
+    return (
+        f"{seconds * 1000:.0f} ms"
+        if seconds < 1
+        else f"{seconds:.1f} s"
+        if seconds < 60
+        else coarse_duration(since, until)
+    )
 
 
-def own_name_as_typed() -> str:
-    """Say how to call this command again, whether or not the virtual environment is active."""
+def command_name() -> str:
+    """Return how to call this command line again, whether or not the virtual environment is active."""
     script = Path(sys.argv[0])
     if script.name == "__main__.py":
         return "python -m app"
