@@ -1,14 +1,14 @@
-"""Every error at the edge has one shape: `application/problem+json` (RFC 9457), with a `type` that leads somewhere.
+"""Problems: the one format of every error, `application/problem+json` (RFC 9457).
 
-    {"type": "/problems/unauthorized", "title": …, "status": 401, "detail": "what to do", "instance": "/actions",
-     "request_id": …}
+    {"type": "/problems/unauthorized", "title": …, "status": 401, "detail": "what happened, and what to do",
+     "instance": "/actions", "request_id": …}
 
-`type` is a path of this very service: `GET` it for the page that explains it. `detail` says what to do. Nothing of the
-inside goes out: an unexpected error says only under which request id the log has it.
+`type` is a path of this service: `GET` it for a page that explains the kind. No internals are shown: for an unexpected
+error, the detail is only the request id under which the log has it.
 
-A problem is bounded, whatever was sent: a field's name is repeated, cut to `MAX_FIELD_LENGTH` characters, and `errors`
-has at most `MAX_ERRORS` entries. A field is named by its path, with dots: in the body by that alone (`priority`,
-`runs.3.payload.weight`), elsewhere after the place where it stands (`query.limit`, `header.Idempotency-Key`).
+The size of a problem is bounded, whatever was sent: a field's name is cut to `MAX_FIELD_LENGTH` characters, and
+`errors` has at most `MAX_ERRORS` entries. A field is named by its path, with dots. In the body that is the path alone
+(`priority`, `runs.3.payload.weight`); elsewhere the location comes first (`query.limit`, `header.Idempotency-Key`).
 """
 
 import math
@@ -24,7 +24,7 @@ from app.fleet.errors import FleetError
 from app.fleet.telemetry.logs import request_id
 from app.fleet.telemetry.redaction import redact
 
-# Methods that change nothing.
+# HTTP methods that change nothing.
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
 MAX_ERRORS = 20
 MAX_FIELD_LENGTH = 100
@@ -35,7 +35,7 @@ MAX_PATH_LENGTH = 500
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of problem: a page of the documentation, and what a client meets."""
+    """One kind of problem: `remedy` tells the client what to do, and is the text of the kind's page."""
 
     slug: str
     status: int
@@ -46,99 +46,120 @@ class Kind:
 KINDS = {
     kind.slug: kind
     for kind in (
-        Kind("bad-request", 400, "The request cannot be understood", "Correct it as `detail` says; do not repeat it."),
+        Kind(
+            "bad-request",
+            400,
+            "The request cannot be understood",
+            "Correct the request as `detail` says. The same request fails again.",
+        ),
         Kind(
             "unauthorized",
             401,
-            "No valid API key",
-            "Send a key as `Authorization: Bearer …` or `X-API-Key: …`. An operator makes one with `flotilla key`.",
+            "The request has no valid API key",
+            "Send a key as `Authorization: Bearer …` or `X-API-Key: …`. An operator creates one with `flotilla key`.",
         ),
         Kind(
             "forbidden",
             403,
-            "The API key may not do this",
-            "Use a key with the scope that `detail` names; scopes are read, operate and admin, each with the former.",
+            "The API key does not have the required scope",
+            "Use a key with the scope that `detail` names. The scopes are read, operate and admin; each includes those "
+            "before it.",
         ),
-        Kind("not-found", 404, "There is nothing here", "Check the path and the id in it."),
+        Kind("not-found", 404, "Nothing was found at this path", "Check the path, and the name or id in it."),
         Kind(
-            "method-not-allowed", 405, "This path does not take that method", "The `Allow` header lists what it takes."
+            "method-not-allowed",
+            405,
+            "This path does not support the request's method",
+            "Use a method that the `Allow` header lists.",
         ),
-        Kind("conflict", 409, "It conflicts with what is there", "Look at what `detail` names, then decide."),
+        Kind(
+            "conflict",
+            409,
+            "The request conflicts with the current state",
+            "Read the state of what `detail` names, then decide whether to send the request again.",
+        ),
         Kind(
             "locked",
             409,
-            "Somebody else holds the lock for this",
-            "`detail` says who. Send it again after the seconds in `Retry-After`.",
+            "The lock that this request needs is already held",
+            "`detail` names the holder. Send the request again after the seconds in `Retry-After`.",
         ),
         Kind(
             "key-in-flight",
             409,
-            "A request with this key is being worked on",
-            "Send it again, as it is, after the seconds in `Retry-After`: it has the answer of the first one then.",
+            "A request with this Idempotency-Key is in progress",
+            "Send the request again, unchanged, after the seconds in `Retry-After`. It then has the response of the "
+            "first request.",
         ),
         Kind(
             "payload-too-large",
             413,
-            "The body is too large",
-            "Send less at once. The limit is `FLOTILLA_MAX_BODY` bytes; nothing of the request was kept.",
+            "The request body is too large",
+            "Send a smaller body. `FLOTILLA_MAX_BODY` is the limit in bytes. Nothing was written.",
         ),
         Kind(
             "unsupported-media-type",
             415,
-            "The body is of a type this path does not read",
+            "This path does not accept the media type of the request body",
             "Send JSON, with `Content-Type: application/json`.",
         ),
         Kind(
             "invalid",
             422,
-            "The request does not fit",
-            "`errors` names each field and what is wrong with it. Nothing was written.",
+            "The request has invalid values",
+            "Correct each field that `errors` names, as its message says. Nothing was written.",
         ),
         Kind(
             "key-reused",
             422,
-            "This key came with another request before",
-            "A new request needs a new `Idempotency-Key`; the same request, sent again, must not change. Nothing was "
-            "written.",
+            "Another request was sent with this Idempotency-Key",
+            "Use a new `Idempotency-Key` for a new request. A repeated request must not change. Nothing was written.",
         ),
-        Kind("too-many-requests", 429, "Too many requests", "Wait for the seconds in `Retry-After`."),
+        Kind(
+            "too-many-requests",
+            429,
+            "Too many requests",
+            "Send the request again after the seconds in `Retry-After`.",
+        ),
         Kind(
             "internal",
             500,
-            "Something went wrong here",
-            "Search the log for `request_id`. Whether anything was written depends on where it failed; repeat only "
-            "what is safe to repeat.",
+            "The service failed unexpectedly",
+            "Search the service's log for `request_id`. The request may have had an effect, depending on where it "
+            "failed: repeat it only if that is safe.",
         ),
         Kind(
             "outcome-unknown",
             500,
-            "It is not known whether this took effect",
-            "The connection to the database broke before it confirmed the change. Look whether the change is there "
-            "before you repeat the request. A request with an `Idempotency-Key` can be repeated as it is.",
+            "It is unknown whether the request took effect",
+            "The connection to the database broke before it confirmed the change. Check whether the change was made "
+            "before you repeat the request. A request with an `Idempotency-Key` can be repeated unchanged.",
         ),
         Kind(
             "unavailable",
             503,
-            "Not now",
-            "Repeat it after the seconds in `Retry-After`, at this or another instance: the database is away or every "
-            "connection is in use, or this instance is starting or draining, or its release does not have it yet.",
+            "The instance cannot serve this request now",
+            "Send the request again after the seconds in `Retry-After`, to this or another instance. Either the "
+            "database does not answer, or a limit of this instance is reached, or it is starting or draining, or its "
+            "release does not have what was requested yet.",
         ),
         Kind(
             "upstream-unavailable",
             503,
-            "Something that is needed for this does not work",
-            "Repeat it after the seconds in `Retry-After`. It has failed too often, and is left alone for a while.",
+            "Something that this request depends on is failing",
+            "Send the request again after the seconds in `Retry-After`. It failed so often that the breaker in "
+            "`detail` lets no calls through, at any instance.",
         ),
     )
 }
-# The first of a status is the general one.
+# The first kind of a status is the general one.
 BY_STATUS = {kind.status: kind for kind in reversed(KINDS.values())}
 
 
 class HttpError(FleetError, HTTPException):
-    """Refused at the edge, with a kind and what to do about it.
+    """A request was refused; the class gives the kind of the problem, the text is its `detail`.
 
-    An `HTTPException` too, because the framework passes those through where it would turn another into a 400.
+    It is an `HTTPException` too: while a body is read, the framework turns any other exception into a 400.
     """
 
     slug = "bad-request"
@@ -217,17 +238,17 @@ def problem(
     return Problem(body, status_code=kind.status, headers=dict(headers or {}))
 
 
-def cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def cut(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 
 def listed(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Write the first errors as one text."""
+    """Return the first errors as one text."""
     first = "; ".join(f"{cut(each['field'], MAX_FIELD_LENGTH)}: {each['message']}" for each in errors[:3])
     return first + (f"; and {len(errors) - 3} more" if len(errors) > 3 else "")
 
 
 def field_of(location: Sequence[str | int]) -> str:
-    """Name a field by its path; in the body without the word `body` before it."""
+    """Return the name of a field: its path, in the body without the word `body` before it."""
     first, *rest = location or ("body",)
     return ".".join(str(step) for step in (rest if rest and first == "body" else location or ("body",)))
