@@ -1,7 +1,7 @@
-"""Where this instance is in its life: starting, ready, draining. It only ever goes forward.
+"""The phase of this instance: starting, ready, draining. It only moves forward.
 
-One object, owned by the wiring, read by the edge (readiness, `Connection: close`, streams) and by whoever claims work.
-`draining` is what to wait on; the flag is raised at the signal, long before the lifespan ends.
+There is one object per instance. The edge reads it (readiness, `Connection: close`, streams), and so does everything
+that claims work. `draining` is the event to wait for; it is set at the signal, long before the lifespan ends.
 """
 
 import asyncio
@@ -16,13 +16,11 @@ class Phase(enum.StrEnum):
 
 
 class Lifecycle:
-    """The phase of this instance, and the moment it begins to drain."""
-
     def __init__(self) -> None:
         self.phase = Phase.STARTING
         self.reason = "starting"
         self.draining = asyncio.Event()
-        # Called at that moment. For those of whom there are very many; a task for each would cost more.
+        # Callbacks for the beginning of the drain, for thousands of streams: a task for each would cost more.
         self.at_drain: set[Callable[[], None]] = set()
 
     def ready(self) -> None:
@@ -34,5 +32,5 @@ class Lifecycle:
             self.phase = Phase.DRAINING
             self.reason = reason
             self.draining.set()
-            for tell in list(self.at_drain):
-                tell()
+            for callback in list(self.at_drain):
+                callback()

@@ -1,26 +1,27 @@
-"""Start-up, and the ordered shutdown, each readable top to bottom.
+"""Start-up and ordered shutdown of an instance, each as a list of steps.
 
-The shutdown begins at the signal and not at the lifespan's end: uvicorn closes its listener within 100 ms of SIGTERM
-and runs the lifespan's end only after the last connection, and a load balancer that has not noticed by then sends its
-requests into nothing. So start-up puts a handler before uvicorn's. It raises the flag, waits while the listener is
-still open, and only then lets uvicorn have the signal. This is the same under plain `uvicorn app.main:app`, in each
-process of `--workers N`, and under `flotilla serve`.
+The shutdown begins at the signal, not at the lifespan's end: uvicorn closes its listener within 100 ms of SIGTERM, and
+a load balancer that has not noticed by then still sends requests to it. So start-up installs a signal handler before
+uvicorn's (`server/signals.py`). The handler starts the shutdown, which waits while the listener is still open and only
+then passes the signal on to uvicorn. This is the same under plain `uvicorn app.main:app`, in each process of
+`--workers N`, and under `flotilla serve`.
 
-    signal, or `flotilla down`           1 flag        readiness 503, leadership and singletons handed on, streams told
-                                                       to end
-      wait DRAIN_DELAY                   2 drain       listener still open; load balancers notice
-      uvicorn has the signal             .             listener closed; requests in flight finish
+    signal, or `flotilla down`           1 flag        readiness is 503; leadership and singletons pass to others;
+                                                       streams end
+      wait for DRAIN_DELAY               2 drain       the listener is still open; load balancers notice
+      uvicorn receives the signal        .             the listener is closed; requests in flight finish
     lifespan's end                       3 scheduler
                                          4 executor
-                                         5 unlink      row gone, presence lock free
-                                         6 pool        last: until here, everything can still write
+                                         5 unlink      the instance's row is gone, its presence lock is free
+                                         6 pool        the last step: until here, everything can still write
 
-A second signal skips the wait; a third is uvicorn's alone. A step that takes longer than its limit is cut, said in the
-log, and the next begins. Every step's duration is in the log and in the instance's row. A watchdog thread ends the
-process before the platform would, so that the log says why. It goes on after the last step: a thread that never ends
-keeps the interpreter from ending, and as PID 1 the process ignores the signal that the server sends itself at its end.
+A second signal skips the wait; a third goes to uvicorn alone. A step that exceeds its limit is cancelled and logged,
+and the next step begins. The duration of every step is logged and stored in the instance's row. A watchdog thread ends
+the process before the platform would, so that the log has the reason. The watchdog stays active after the last step:
+a thread that never ends would keep the process alive, and a process with PID 1 ignores the signal that uvicorn sends
+to itself at its end.
 
-Nothing safe depends on any of this running: SIGKILL at any point leaves only what the leader cleans up.
+No invariant depends on the shutdown: after SIGKILL at any instruction, the leader cleans up what is left.
 """
 
 import asyncio
@@ -46,10 +47,10 @@ from app.fleet.db.pool import Database
 from app.fleet.engine.actions.action import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
-from app.fleet.http.edge.context import Context
+from app.fleet.http.edge.context import Context, Services
 from app.fleet.lifecycle import Phase
 from app.fleet.server.signals import Signals
-from app.fleet.settings import WATCHDOG_RESERVE
+from app.fleet.settings import WATCHDOG_RESERVE, FleetSettings
 from app.fleet.stream.stream import Stream
 from app.fleet.telemetry.logs import events
 
@@ -64,16 +65,17 @@ RECORD_LIMIT = 2.0
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.fleet
     signals = Signals()
-    services: list[Service] = []
+    started: list[Service] = []
     try:
-        shutdown = await start_up(context, signals, services)
+        services = await start_up(context, signals, started)
     except FleetError as error:
-        context.refused = error
-        await undo(services)
+        context.start_error = error
+        await stop_all(started)
         raise
     except BaseException:
-        await undo(services)
+        await stop_all(started)
         raise
+    shutdown = Shutdown(context, signals, services)
     signals.install(shutdown.begin, drain_timeout=context.settings.drain_timeout)
     signals.server.limit_clients(context.settings, context.connections)
     try:
@@ -83,23 +85,24 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         signals.restore()
 
 
-async def start_up(context: Context, signals: Signals, services: list[Service]) -> "Shutdown":
-    """Settings were checked when they were read. From here: pool, migrations, link, actions, services."""
+# -- start-up ---------------------------------------------------------------------------------------------------------
+
+
+async def start_up(context: Context, signals: Signals, started: list[Service]) -> Services:
+    """Start the services in their order, and add each to `started` first: pool, migrations, link, actions, the rest."""
     settings = context.settings
     namespace = Namespace(settings.namespace)
     began = time.monotonic()
 
+    async def start(service: Service) -> None:
+        started.append(service)
+        await service.start()
+
     catalogue = Catalogue.load(settings.actions)
-    addresses = await asyncio.to_thread(dsn.resolve, settings)
-    await asyncio.to_thread(preflight.check_direct, addresses)
-    route = await asyncio.to_thread(preflight.check_pool, addresses)
-    for place in route.unencrypted:
-        log.warning("database.unencrypted", database=place)
+    addresses = await checked_addresses(settings)
 
     database = Database(settings, addresses, namespace)
-    services.append(database)
-    await database.start()
-
+    await start(database)
     await asyncio.to_thread(
         migrations.ensure_current,
         addresses.direct,
@@ -110,52 +113,56 @@ async def start_up(context: Context, signals: Signals, services: list[Service]) 
     )
 
     port = signals.server.port or settings.port
-    member = Member(
-        settings,
-        addresses,
-        namespace,
-        database,
-        version=context.version,
-        port=port,
-        on_leave=leave,
-    )
-    # Before it joins: whoever declares somebody gone must know what that means for runs and locks.
-    shared = Coordination(database, member)
+    member = Member(settings, addresses, namespace, database, version=context.version, port=port, on_leave=leave)
+    # Created before the member joins: an instance that declares others gone must also release their runs and locks.
+    coordination = Coordination(database, member)
     log_commands(member)
     stream = Stream(database, member)
-    engine = Engine(settings, database, member, catalogue, context.lifecycle, stream, shared)
-    services.append(member)
-    await member.start()
+    engine = Engine(settings, database, member, catalogue, context.lifecycle, stream, coordination)
+    await start(member)
 
     await engine.synchronise()
-    shared.singletons.declare(catalogue.singletons)
-    for service in (*shared.services, *stream.services, *engine.services, shared.singletons):
-        services.append(service)
-        await service.start()
+    coordination.singletons.declare(catalogue.singletons)
+    for service in (*coordination.services, *stream.services, *engine.services, coordination.singletons):
+        await start(service)
 
-    context.started(database, member, shared, stream, engine)
+    services = Services(database, member, coordination, stream, engine)
+    context.start(services)
     if signals.server.runs_this_process:
-        # What is there now stays; a full collection that walked through it would hold the event loop up for long.
+        # The objects that exist now are kept for ever; a full collection over them would block the event loop for long.
         gc.collect()
         gc.freeze()
-    # The register first: who is told "ready" by a probe finds it there.
+    # The instance's row first: a client that a probe told "ready" finds it there.
     await member.announce(Phase.READY)
     await engine.tell_members()
     context.lifecycle.ready()
     log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.place)
-    return Shutdown(context, signals, database=database, member=member, shared=shared, stream=stream, engine=engine)
+    return services
 
 
-async def undo(services: Sequence[Service]) -> None:
-    """Stop what a start-up had started when it was refused or failed."""
-    for service in reversed(services):
+async def checked_addresses(settings: FleetSettings) -> dsn.Addresses:
+    """Return the addresses of the database, after a check of what can be reached there."""
+    addresses = await asyncio.to_thread(dsn.resolve, settings)
+    await asyncio.to_thread(preflight.check_direct, addresses)
+    route = await asyncio.to_thread(preflight.check_pool, addresses)
+    for place in route.unencrypted:
+        log.warning("database.unencrypted", database=place)
+    return addresses
+
+
+async def stop_all(started: Sequence[Service]) -> None:
+    """Stop the services of a start-up that was refused or failed."""
+    for service in reversed(started):
         await service.stop()
 
 
 def leave(reason: str) -> None:
-    """End this instance in order. The signal is the one way in, so that there is one way out."""
+    """Begin the ordered shutdown from inside, by the same signal as from outside: there is only one way to end."""
     log.info("instance.leaving", reason=reason)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+# -- shutdown ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -166,90 +173,78 @@ class Step:
 
 
 class Shutdown:
-    """The ordered shutdown of one instance, run once, by a signal or by the lifespan's end."""
+    """The ordered shutdown of one instance. It runs once, started by a signal or by the lifespan's end."""
 
-    def __init__(
-        self,
-        context: Context,
-        signals: Signals,
-        *,
-        database: Database,
-        member: Member,
-        shared: Coordination,
-        stream: Stream,
-        engine: Engine,
-    ) -> None:
+    def __init__(self, context: Context, signals: Signals, services: Services) -> None:
         settings = context.settings
         self._context = context
         self._signals = signals
-        self._member = member
-        self._shared = shared
-        self._stream = stream
-        self._engine = engine
+        self._services = services
         self._delay = 0.0 if signals.server.reloading else settings.drain_delay_seconds
         self._grace = settings.grace_period - WATCHDOG_RESERVE
-        self._skip = asyncio.Event()
+        self._skip_delay = asyncio.Event()
         self._server_done = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._finished = False
         self.record: list[dict[str, Any]] = []
-        # Their limits, and the final record's, add up to what the settings keep for them (`STEPS_RESERVE`).
+        # The settings reserve `STEPS_RESERVE` for the sum of the fixed limits and of the final record's.
         self.steps = [
             Step("flag", self._raise_flag, limit=1.0),
             Step("drain", self._drain, limit=self._delay + settings.drain_timeout + DRAIN_SLACK),
-            Step("scheduler", engine.scheduler.stop, limit=2.0),
+            Step("scheduler", services.engine.scheduler.stop, limit=2.0),
             Step("executor", self._pause, limit=settings.pause_timeout),
-            Step("unlink", member.stop, limit=4.0),
-            Step("pool", database.stop, limit=3.0),
+            Step("unlink", services.member.stop, limit=4.0),
+            Step("pool", services.database.stop, limit=3.0),
         ]
 
     def begin(self) -> None:
-        """Start, at the signal. Called again: skip the wait."""
+        """Start the shutdown, at the signal. A second call skips the wait."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="shutdown")
         else:
-            self._skip.set()
+            self._skip_delay.set()
 
     async def finish(self) -> None:
-        """Go on to the end, at the lifespan's end: the server has closed its listener and its connections."""
+        """Complete the shutdown, at the lifespan's end: uvicorn has closed its listener and its connections."""
         self._server_done.set()
-        self._skip.set()
+        self._skip_delay.set()
         if self._task is None:
             self.begin()
         assert self._task is not None
         await self._task
 
     async def _run(self) -> None:
-        watchdog = threading.Timer(self._grace, self._give_up)
+        watchdog = threading.Timer(self._grace, self._end_process)
         watchdog.daemon = True
         watchdog.start()
         began = time.monotonic()
-        self._member.keep_record(self.record)
+        member = self._services.member
+        member.keep_record(self.record)
         for step in self.steps:
-            await self._take(step)
+            await self._run_step(step)
         with suppress(TimeoutError):
             async with asyncio.timeout(RECORD_LIMIT):
-                await self._member.write_final_record()
+                await member.write_final_record()
         self._finished = True
         if not self._signals.received:
-            # The server ended by itself, inside of a program that may go on: a test, for example.
+            # uvicorn ended by itself, inside a program that may go on, such as a test.
             watchdog.cancel()
         log.info("shutdown.finished", seconds=round(time.monotonic() - began, 3))
 
-    async def _take(self, step: Step) -> None:
-        """Do one step within its limit, and write down how it went."""
+    async def _run_step(self, step: Step) -> None:
+        """Run a step within its limit, and record its duration and outcome."""
         began = time.monotonic()
         entry = {"step": step.name, "ms": 0.0, "outcome": "running"}
         self.record.append(entry)
-        working = asyncio.ensure_future(step.work())
-        done, _ = await asyncio.wait({working}, timeout=step.limit)
+        task = asyncio.ensure_future(step.work())
+        done, _ = await asyncio.wait({task}, timeout=step.limit)
         seconds = time.monotonic() - began
         error = None
         if not done:
-            # Not awaited: what does not end in time may not end when cancelled either.
-            working.cancel()
+            # Not awaited: a step that exceeds its limit may not end when it is cancelled either.
+            task.cancel()
             outcome = "cut"
-        elif error := working.exception():
+        elif error := task.exception():
             outcome = "failed"
         else:
             outcome = "done"
@@ -262,27 +257,27 @@ class Shutdown:
 
     async def _raise_flag(self) -> None:
         self._context.lifecycle.drain("this instance is shutting down")
-        # In this order, so that nobody sees a leader hand over who is not said to be leaving.
-        await self._member.announce(Phase.DRAINING)
-        self._member.step_down()
-        await self._shared.singletons.stop()
-
-    async def _pause(self) -> None:
-        await self._engine.pause()
-        await self._stream.stop()
-        for service in reversed(self._shared.services):
-            await service.stop()
+        # In this order, so that the rows never show an instance that gives up leadership and is not draining.
+        await self._services.member.announce(Phase.DRAINING)
+        self._services.member.step_down()
+        await self._services.coordination.singletons.stop()
 
     async def _drain(self) -> None:
-        """Wait for load balancers to notice, let the server close its listener, and see the last request out."""
-        await wait_for_event(self._skip, self._delay)
+        """Wait for load balancers to notice, let uvicorn close its listener, and wait for the last request."""
+        await wait_for_event(self._skip_delay, self._delay)
         self._signals.hand_over()
         await self._server_done.wait()
-        while self._context.in_flight:  # noqa: ASYNC110 — cheaper looked at here than announced by every request
+        while self._context.in_flight:  # noqa: ASYNC110 — cheaper than an event that every request would set
             await asyncio.sleep(0.02)
 
-    def _give_up(self) -> None:
-        """End the process: the platform is about to, and would not say why. Called in the watchdog's thread."""
+    async def _pause(self) -> None:
+        await self._services.engine.pause()
+        await self._services.stream.stop()
+        for service in reversed(self._services.coordination.services):
+            await service.stop()
+
+    def _end_process(self) -> None:
+        """End the process before the platform does, which would log no reason. Called in the watchdog's thread."""
         step = "exit" if self._finished else self.record[-1]["step"] if self.record else "none"
         log.error("shutdown.watchdog", seconds=self._grace, step=step)
         os._exit(EXIT_WATCHDOG)

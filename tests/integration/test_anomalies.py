@@ -23,7 +23,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 
 def anomalies_of(instance: LocalInstance) -> Anomalies:
-    return instance.running.context.shared.anomalies
+    return instance.running.context.coordination.anomalies
 
 
 async def found(instance: LocalInstance) -> dict[str, str]:

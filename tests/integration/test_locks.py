@@ -61,7 +61,7 @@ async def hold(name: str, until: asyncio.Event, **options: Any) -> int:
 
 
 def locks_of(instance: LocalInstance) -> Locks:
-    return instance.running.context.shared.locks
+    return instance.running.context.coordination.locks
 
 
 def identity(instance: LocalInstance) -> Identity:

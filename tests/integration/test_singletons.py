@@ -24,7 +24,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def service_of(instance: LocalInstance, *declared: Any) -> Singletons:
-    made = Singletons(instance.running.context.shared.locks)
+    made = Singletons(instance.running.context.coordination.locks)
     made.declare(declared)
     return made
 

@@ -27,7 +27,7 @@ from app.fleet.http.edge.context import InContext
 router = APIRouter(prefix="/trial")
 log = logging.getLogger("trial")
 # So that a test need not wait for as long as a client may.
-middleware.STALLED = float(os.environ.get("TRIAL_STALLED", middleware.STALLED))
+middleware.STALL_TIMEOUT = float(os.environ.get("TRIAL_STALLED", middleware.STALL_TIMEOUT))
 if files := os.environ.get("TRIAL_FILES"):
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), int(files)))
 

@@ -20,7 +20,7 @@ from app.fleet.engine.enqueue.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown
 from app.fleet.http import idempotency
 from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, answer, described, not_here, read, records
-from app.fleet.http.edge.audit import about
+from app.fleet.http.edge.audit import set_subject
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.openapi import problem_responses
@@ -73,7 +73,7 @@ async def trigger_action(
         triggered = await trigger(context, order, idempotency_key)
     except ActionUnknown:
         raise await not_here(context, name) from None
-    about(request, f"{name} run {triggered.id}")
+    set_subject(request, f"{name} run {triggered.id}")
     (run,) = await records(context, [triggered])
     return answer(RUN, run, 202 if triggered.new else 200, Location=f"/runs/{run.id}")
 

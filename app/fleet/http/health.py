@@ -96,7 +96,7 @@ async def instances(context: InContext) -> InstancesView:
         self=identity.name if identity else None,
         leader=next((row.name for row in rows if row.leader), None),
         instances=[view(row, locks.get(row.id, [])) for row in rows],
-        anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await context.shared.anomalies.find(rows)],
+        anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await context.coordination.anomalies.find(rows)],
     )
 
 

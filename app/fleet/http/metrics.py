@@ -29,7 +29,7 @@ def values(context: Context) -> Mapping[str, Value]:
     link, pool = member.link_figures, database.figures()
     identity = member.identity
     executor = context.engine.executor
-    limits, breakers = context.shared.limits, context.shared.breakers
+    limits, breakers = context.coordination.limits, context.coordination.breakers
     available = pool.get("pool_available", 0)
     return {
         "flotilla_instance": {(context.settings.namespace, identity.name if identity else "", context.version): 1},
@@ -63,12 +63,12 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_streams_followed_runs": context.stream.hub.followed,
         "flotilla_streams_reads_total": context.stream.hub.reads,
         "flotilla_streams_notifications_total": context.stream.relay.sent,
-        "flotilla_anomalies": {(kind,): context.shared.anomalies.counts[kind] for kind in anomalies.KINDS},
-        "flotilla_locks_held": context.shared.locks.held,
-        "flotilla_locks_waiting": context.shared.locks.waiting,
-        "flotilla_locks_taken_total": context.shared.locks.taken,
-        "flotilla_locks_lost_total": context.shared.locks.lost,
-        "flotilla_locks_refused_total": context.shared.locks.refused,
+        "flotilla_anomalies": {(kind,): context.coordination.anomalies.counts[kind] for kind in anomalies.KINDS},
+        "flotilla_locks_held": context.coordination.locks.held,
+        "flotilla_locks_waiting": context.coordination.locks.waiting,
+        "flotilla_locks_taken_total": context.coordination.locks.taken,
+        "flotilla_locks_lost_total": context.coordination.locks.lost,
+        "flotilla_locks_refused_total": context.coordination.locks.refused,
         "flotilla_limit_permits_total": limits.permits.labelled(),
         "flotilla_limit_refused_total": limits.refused.labelled(),
         "flotilla_limit_waiting": limits.waiting.labelled(),

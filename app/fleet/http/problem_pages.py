@@ -1,15 +1,11 @@
-"""`GET /problems`: the pages that the `type` of a problem leads to."""
+"""`GET /problems`: the pages to which the `type` of a problem leads."""
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from app.fleet.http.edge.problems import KINDS, Kind, NotFound
+from app.fleet.http.edge.problems import KINDS, NotFound
 
 router = APIRouter(tags=["problems"], default_response_class=PlainTextResponse)
-
-
-def page(kind: Kind) -> str:
-    return f"{kind.title}\n{'=' * len(kind.title)}\n\nStatus {kind.status}. {kind.remedy}\n"
 
 
 @router.get("/problems")
@@ -22,5 +18,6 @@ async def problem_pages() -> str:
 async def problem_page(slug: str) -> str:
     """Explain one kind of problem."""
     if slug not in KINDS:
-        raise NotFound(f"there is no problem called {slug!r}: GET /problems lists them")
-    return page(KINDS[slug])
+        raise NotFound(f"there is no kind of problem {slug!r}: GET /problems lists all kinds")
+    kind = KINDS[slug]
+    return f"{kind.title}\n{'=' * len(kind.title)}\n\nStatus {kind.status}. {kind.remedy}\n"

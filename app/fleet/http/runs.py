@@ -32,7 +32,7 @@ from app.fleet.http.bodies import (
     read,
     records,
 )
-from app.fleet.http.edge.audit import about
+from app.fleet.http.edge.audit import set_subject
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.openapi import problem_responses
@@ -115,7 +115,7 @@ async def trigger_many(request: Request, context: InContext, idempotency_key: Id
         raise await not_these(context, orders) from None
     except PayloadInvalid:
         raise misfits(context, orders) from None
-    about(request, f"{len(triggered)} runs from {min(each.id for each in triggered)}")
+    set_subject(request, f"{len(triggered)} runs from {min(each.id for each in triggered)}")
     made = await records(context, triggered)
     return answer(RUN_LIST, RunList(made), 202 if any(each.new for each in triggered) else 200)
 
@@ -138,7 +138,7 @@ async def retry_many(request: Request, context: InContext) -> Response:
             until=wanted.until,
             most=wanted.limit,
         )
-    about(request, f"{wanted.action} {done.many} runs")
+    set_subject(request, f"{wanted.action} {done.many} runs")
     more = done.many == wanted.limit and not done.left_out
     return answer(RETRIED, Retried(done.many, more, done.left_out))
 

@@ -266,7 +266,7 @@ def is_over_limit(scope: Scope) -> bool:
     return OVER_LIMIT in scope.get("state", {})
 
 
-def reset(send: Send) -> bool:
+def reset_connection(send: Send) -> bool:
     """Close the connection of a response at once, if this is uvicorn: ASGI has no message for that."""
     abort = getattr(getattr(getattr(send, "__self__", None), "transport", None), "abort", None)
     if abort is not None:

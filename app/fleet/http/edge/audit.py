@@ -1,13 +1,12 @@
-"""One log event for each request that may change something: whose API key it was, what it asked for, how it ended.
+"""The audit log: one event for each request that may change something, with its API key, its subject and its status.
 
     request.audited key=alice method=POST route=/actions/{name}/pause subject=feed-monitor status=200
 
-`subject` is what the request was about: the parameters of the path, or what the route says itself (`about`), such as
-the id of the run that was made. A payload is never logged. A request that is refused is logged too, without a key if
-that is the reason.
+`subject` is what the request changes: the parameters of the path, or what the route sets with `set_subject`, such as
+the id of the new run. Payloads are never logged. A refused request is logged too, without a key if it had no valid one.
 
-What the command line does reaches PostgreSQL directly and no instance: `cli/terminal.py` notifies the instances in the
-same transaction, and the leader logs `command.audited`.
+The command line changes PostgreSQL directly, without an instance: `cli/terminal.py` notifies the instances in the same
+transaction, and the leader logs `command.audited`.
 """
 
 from starlette.requests import Request
@@ -18,18 +17,18 @@ from app.fleet.http.edge.context import Context
 from app.fleet.http.edge.problems import SAFE_METHODS
 from app.fleet.telemetry.logs import events
 
-SUBJECT_MOST = 200
+MAX_SUBJECT_LENGTH = 200
 
 log = events(__name__)
 
 
-def about(request: Request, subject: str) -> None:
-    """Say what this request is about, where its path does not."""
+def set_subject(request: Request, subject: str) -> None:
+    """Set the subject of this request, where its path does not name it."""
     request.state.subject = subject
 
 
 def record(context: Context, scope: Scope, status: int | None) -> None:
-    """Log a request when it has been answered; without a status if its client left before."""
+    """Log a request after its response; `status` is None if the client left before that."""
     if scope["method"] in SAFE_METHODS:
         return
     state = scope.get("state", {})
@@ -39,6 +38,6 @@ def record(context: Context, scope: Scope, status: int | None) -> None:
         key=name_of_key(context, state.get("key")),
         method=scope["method"],
         route=getattr(scope.get("route"), "path", None),
-        subject=subject[:SUBJECT_MOST],
+        subject=subject[:MAX_SUBJECT_LENGTH],
         status=status,
     )

@@ -1,13 +1,11 @@
-"""API keys: who may read, operate, administrate.
+"""Authentication: each route requires an API key with a scope. A scope includes those before it:
 
-A key is a random secret; the settings hold its SHA-256 only. Scopes contain each other:
-
-    read       see everything
-    operate    change what runs: trigger, cancel, retry, pause; a service's own routes
+    read       read everything
+    operate    change what runs: trigger, cancel, retry, pause; also a service's own routes
     admin      override what protects data: release a lock that an instance holds
 
-In production the service refuses to start without keys; in development, with none set, everything is open. Probes are
-open always, and answer with their status only. Refused keys are counted, and slowed down (`refusals.py`).
+In production the service does not start without keys. In development without keys, every route is open. Probes are
+always open, and answer with their status only. Refused keys are counted, and unknown ones limited (`refused_keys.py`).
 """
 
 import hmac
@@ -31,13 +29,13 @@ header = APIKeyHeader(name="X-API-Key", auto_error=False, description="An API ke
 
 
 def scope_of(settings: FleetSettings, key: str) -> Scope | None:
-    """Return what a key may do. Every line is compared, in constant time, whatever matches."""
+    """Return the scope of a key, or None if it is unknown."""
     found = line_of(settings, digest(key))
     return found["scope"] if found is not None else None  # type: ignore[return-value]  # the pattern allows these only
 
 
 def line_of(settings: FleetSettings, given: str) -> re.Match[str] | None:
-    """Return the line of a key, by its digest."""
+    """Return the settings' line for the key with this digest. All lines are compared, each in constant time."""
     found = None
     for line in settings.api_keys:
         parts = KEY.fullmatch(line.get_secret_value())
@@ -48,39 +46,39 @@ def line_of(settings: FleetSettings, given: str) -> re.Match[str] | None:
 
 
 def needs(scope: Scope | None = None) -> Callable[..., Awaitable[None]]:
-    """Make a dependency that lets a key with this scope pass; None means `read` for GET, `operate` for the rest."""
+    """Return a dependency that requires a key with this scope; None: `read` for GET and HEAD, else `operate`."""
 
     async def authorise(
         request: Request,
         context: InContext,
-        # For the schema; `check` reads the headers.
+        # For the OpenAPI schema; `check` reads the headers.
         _token: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)] = None,
         _key: Annotated[str | None, Depends(header)] = None,
     ) -> None:
         check(request, context, scope)
 
-    authorise.checks = scope  # type: ignore[attr-defined]
+    authorise.required_scope = scope  # type: ignore[attr-defined]
     return authorise
 
 
 def check_key(scope: MutableMapping[str, Any], context: Context) -> None:
-    """Refuse a request whose key its route will refuse. Called before the body is read, as dependencies are not.
+    """Refuse a request whose key its route would refuse, before the body is read; dependencies run after that.
 
-    FastAPI keeps the route in the ASGI scope, with its dependencies. Where it does not, the body is read first, and the
-    dependency refuses.
+    The route and its dependencies are in the ASGI scope, where FastAPI puts them. If they are missing, the body is read
+    first, and the dependency refuses the request.
     """
     if not context.settings.api_keys:
         return
     route = scope.get("fastapi", {}).get("effective_route_context") or scope.get("route")
     dependant = getattr(route, "dependant", None)
     for dependency in getattr(dependant, "dependencies", ()):
-        if hasattr(dependency.call, "checks"):
-            check(Request(scope), context, dependency.call.checks)
+        if hasattr(dependency.call, "required_scope"):
+            check(Request(scope), context, dependency.call.required_scope)
 
 
 def check(request: Request, context: Context, scope: Scope | None) -> None:
-    """Refuse a request whose key does not have the scope; without any keys, let everything pass."""
-    needed: Scope = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
+    """Refuse a request whose key does not have the scope. If no keys are configured, refuse none."""
+    required: Scope = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
     request.state.key = None
     if not context.settings.api_keys:
         return
@@ -89,33 +87,35 @@ def check(request: Request, context: Context, scope: Scope | None) -> None:
     if not given:
         context.refused_keys.count("missing")
         raise Unauthorized(
-            f"this needs an API key with the scope {needed!r}: send `Authorization: Bearer …`",
+            f"this request needs an API key with the scope {required!r}: send it as `Authorization: Bearer …`",
             headers={"WWW-Authenticate": "Bearer"},
         )
     granted = scope_of(context.settings, given)
     if granted is None:
         if wait := context.refused_keys.unknown_key(request.client.host if request.client else ""):
             raise TooManyRequests(
-                "too many requests with unknown API keys came from this address: check the key, then try again",
+                "this address has sent too many requests with unknown API keys: check the key, then try again",
                 retry_after=wait,
             )
         raise Unauthorized(
-            "this API key is not known here: check that it is complete and still configured",
+            "this API key is unknown: check that it is complete, and still in this service's settings",
             headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
         )
     request.state.key = digest(given)
-    if RANK[granted] < RANK[needed]:
+    if RANK[granted] < RANK[required]:
         context.refused_keys.count("scope")
-        raise Forbidden(f"this needs an API key with the scope {needed!r}, and yours has {granted!r}")
+        raise Forbidden(
+            f"this request needs an API key with the scope {required!r}, and this key has {granted!r}: use another key"
+        )
 
 
 def key_of(request: Request) -> str | None:
-    """Return what tells the keys of requests apart; None where there are no keys."""
+    """Return the digest of the request's key, or None if no keys are configured."""
     key: str | None = request.state.key
     return key
 
 
 def name_of_key(context: Context, key: str | None) -> str | None:
-    """Return the name of a key, for what is written down."""
+    """Return the name of the key with this digest."""
     found = line_of(context.settings, key) if key is not None else None
     return found["name"] if found is not None else None

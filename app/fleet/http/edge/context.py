@@ -1,7 +1,8 @@
-"""What a request can reach: the settings, and the services once they have started."""
+"""What a request can use: the settings, and the services of this instance once they have started."""
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -20,7 +21,18 @@ from app.fleet.settings import FleetSettings
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.stream import Stream
 
-OPENINGS = 4
+OPENED_PER_ITERATION = 4
+
+
+@dataclass(frozen=True)
+class Services:
+    """The services of one instance, in the order in which they depend on each other."""
+
+    database: Database
+    member: Member
+    coordination: Coordination
+    stream: Stream
+    engine: Engine
 
 
 @dataclass
@@ -31,75 +43,63 @@ class Context:
     in_flight: int = 0
     # Requests whose client left before the whole body had arrived.
     abandoned: int = 0
-    # Of streams that many clients open at once, a few go on in each turn of the event loop.
-    openings: Pacer = field(init=False)
-    # How many streams are open, by the key that opened them.
+    # When many clients open streams at once, each iteration of the event loop opens a few.
+    opening_pacer: Pacer = field(init=False)
+    # The number of open streams, by the API key that opened them.
     open_streams: Counter[str | None] = field(default_factory=Counter)
     refused_keys: RefusedKeys = field(default_factory=RefusedKeys)
     # Why the start was refused, if it was.
-    refused: FleetError | None = None
+    start_error: FleetError | None = None
     shutdown_seconds: dict[str, float] = field(default_factory=dict)
     connections: Connections = field(init=False)
-    _database: Database | None = None
-    _member: Member | None = None
-    _engine: Engine | None = None
-    _stream: Stream | None = None
-    _shared: Coordination | None = None
-    _readiness: Readiness | None = None
+    _services: Services | None = None
 
     def __post_init__(self) -> None:
         self.connections = Connections(self.settings)
-        # New connections go first: the event loop accepts one in each turn, and it may be a probe's.
-        self.openings = Pacer(OPENINGS, self.connections.were_accepted)
+        # New connections go first: the event loop accepts one in each iteration, and it may be a probe's.
+        self.opening_pacer = Pacer(OPENED_PER_ITERATION, self.connections.were_accepted)
 
-    def started(self, database: Database, member: Member, shared: Coordination, stream: Stream, engine: Engine) -> None:
-        self._database, self._member, self._shared = database, member, shared
-        self._stream, self._engine = stream, engine
-        self._readiness = Readiness(database, member)
+    def start(self, services: Services) -> None:
+        """Let requests use these services."""
+        self._services = services
+
+    @property
+    def started(self) -> bool:
+        return self._services is not None
+
+    @property
+    def services(self) -> Services:
+        if self._services is None:
+            raise Unavailable("this instance is still starting: try again shortly, or at another instance")
+        return self._services
 
     @property
     def database(self) -> Database:
-        if self._database is None:
-            raise Unavailable("this instance is still starting")
-        return self._database
+        return self.services.database
 
     @property
     def member(self) -> Member:
-        if self._member is None:
-            raise Unavailable("this instance is still starting")
-        return self._member
+        return self.services.member
 
     @property
-    def shared(self) -> Coordination:
-        if self._shared is None:
-            raise Unavailable("this instance is still starting")
-        return self._shared
-
-    @property
-    def has_engine(self) -> bool:
-        return self._engine is not None
-
-    @property
-    def engine(self) -> Engine:
-        if self._engine is None:
-            raise Unavailable("this instance is still starting")
-        return self._engine
+    def coordination(self) -> Coordination:
+        return self.services.coordination
 
     @property
     def stream(self) -> Stream:
-        if self._stream is None:
-            raise Unavailable("this instance is still starting")
-        return self._stream
+        return self.services.stream
 
     @property
+    def engine(self) -> Engine:
+        return self.services.engine
+
+    @cached_property
     def readiness(self) -> Readiness:
-        if self._readiness is None:
-            raise Unavailable("this instance is still starting")
-        return self._readiness
+        return Readiness(self.database, self.member)
 
 
 async def context_of(request: Request) -> Context:
-    # A coroutine, because FastAPI calls any other dependency in a thread, which every request would wait for.
+    # A coroutine: FastAPI calls other dependencies in a thread, for which every request would wait.
     context = request.app.state.fleet
     assert isinstance(context, Context)
     return context

@@ -1,4 +1,8 @@
-"""Every error that a route raises becomes a problem: one handler for each root of a tree of errors."""
+"""Error handlers: every error that a route raises becomes a problem. There is one handler for each family of errors.
+
+They serve a service's own routes in the same way. An error that a handler cannot explain is logged as `request.failed`
+and answered with `internal`.
+"""
 
 import math
 from collections.abc import Mapping
@@ -65,7 +69,7 @@ async def on_http_error(request: Request, error: Exception) -> Problem:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Problem:
-    """Give Starlette's and FastAPI's own errors, and those of a service's routes, the one shape."""
+    """Handle the errors of Starlette and FastAPI, and the `HTTPException`s of a service's own routes."""
     assert isinstance(error, HTTPException)
     fallback = KINDS["internal"] if error.status_code >= 500 else KINDS["bad-request"]
     kind = BY_STATUS.get(error.status_code, fallback)
@@ -77,13 +81,13 @@ async def on_http_exception(request: Request, error: Exception) -> Problem:
 
 
 async def on_invalid(request: Request, error: Exception) -> Problem:
-    """Say which field is wrong and why; never repeat what was sent, which may hold secrets."""
+    """Name each invalid field and what is wrong with it. Values are never repeated: they may contain secrets."""
     assert isinstance(error, RequestValidationError)
     parts = error.errors()
     content_type = request.headers.get("content-type", "")
     whole_body = [part for part in parts if tuple(part["loc"]) == ("body",)]
     if whole_body and content_type and "json" not in content_type:
-        detail = f"this path reads JSON, not {content_type.split(';')[0]}: send `Content-Type: application/json`"
+        detail = f"this path accepts JSON, not {content_type.split(';')[0]}: send `Content-Type: application/json`"
         return problem(request, KINDS["unsupported-media-type"], detail)
     errors = [field_error(part) for part in parts]
     return problem(request, KINDS["invalid"], listed(errors), errors=errors)
@@ -91,13 +95,13 @@ async def on_invalid(request: Request, error: Exception) -> Problem:
 
 def field_error(part: Mapping[str, Any]) -> dict[str, str]:
     if part.get("type") == "json_invalid" and len(part["loc"]) == 2:
-        # The framework gives the position in the text as if it were a field.
+        # The framework gives the position in the body as if it were a field.
         return {"field": "body", "message": f"{part['msg']} at character {part['loc'][1]}"}
     return {"field": field_of(part["loc"]), "message": part["msg"]}
 
 
-# What is not named here does not fit, as a whole.
-OF_ENGINE: dict[type[EngineError], str] = {
+# Any other EngineError is `invalid`.
+ENGINE_PROBLEMS: dict[type[EngineError], str] = {
     ActionUnknown: "not-found",
     RunUnknown: "not-found",
     EventUnknown: "bad-request",
@@ -111,9 +115,9 @@ OF_ENGINE: dict[type[EngineError], str] = {
 
 
 async def on_engine_error(request: Request, error: Exception) -> Problem:
-    """What was asked of an action or a run cannot be: whether by a route of ours or by `trigger` in one of yours."""
+    """Handle what the engine refuses, to a route of the fleet or to `trigger` in a route of the service."""
     assert isinstance(error, EngineError)
-    slug = next((OF_ENGINE[each] for each in type(error).__mro__ if each in OF_ENGINE), "invalid")
+    slug = next((ENGINE_PROBLEMS[each] for each in type(error).__mro__ if each in ENGINE_PROBLEMS), "invalid")
     extra: dict[str, Any] = {}
     if slug == "invalid":
         extra["errors"] = error.errors if isinstance(error, PayloadInvalid) else []
@@ -124,7 +128,7 @@ async def on_engine_error(request: Request, error: Exception) -> Problem:
 
 
 async def on_lock_error(request: Request, error: Exception) -> Problem:
-    """A lock is not to be had, or was lost: whether in a route of yours or in ours."""
+    """Handle a lock that is held, invalid or unknown. A lost lock is unexpected."""
     assert isinstance(error, LockError)
     if isinstance(error, LockUnknown):
         return problem(request, KINDS["not-found"], str(error))
@@ -137,7 +141,7 @@ async def on_lock_error(request: Request, error: Exception) -> Problem:
 
 
 async def on_limit_error(request: Request, error: Exception) -> Problem:
-    """No permit, or a breaker that is open, met by a route that does not catch it."""
+    """Handle a limit without a permit and an open breaker, which the route did not catch."""
     assert isinstance(error, LimitError | BreakerError)
     if isinstance(error, LimitInvalid | BreakerInvalid):
         return problem(request, KINDS["invalid"], str(error), errors=[])
@@ -148,20 +152,23 @@ async def on_limit_error(request: Request, error: Exception) -> Problem:
 
 
 async def on_database_error(request: Request, error: Exception) -> Problem:
-    """A database that is away is 503, and the client may try again; any other error of it is a defect of ours.
+    """Answer an outage with 503, for the client to try again; any other database error is unexpected.
 
-    A connection that broke while a request changed something leaves it open whether the change was committed.
+    If the connection broke while the request changed something, it is unknown whether the change was committed.
     """
     cause = error.orig if isinstance(error, DBAPIError) else error
     if isinstance(cause, PoolTimeout | PoolFull):
-        detail = "every database connection is in use; try again shortly, or at another instance"
+        detail = "all database connections of this instance are in use: try again shortly, or at another instance"
         return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "1"})
-    broke = cause is not None and broke_off(cause)
-    if broke and request.method not in SAFE_METHODS:
-        detail = "the connection to the database broke before it confirmed the change: look whether the change is there"
+    connection_broke = cause is not None and broke_off(cause)
+    if connection_broke and request.method not in SAFE_METHODS:
+        detail = (
+            "the connection to the database broke before it confirmed the change: check whether the change was made "
+            "before you send the request again"
+        )
         return problem(request, KINDS["outcome-unknown"], detail)
-    if broke or (cause is not None and is_away(cause)):
-        detail = "the database does not answer at the moment; try again shortly"
+    if connection_broke or (cause is not None and is_away(cause)):
+        detail = "the database does not answer at the moment: try again shortly"
         return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "2"})
     log.error("request.failed", error=error, method=request.method, path=request.url.path)
     return await on_unexpected(request, error)
@@ -172,7 +179,7 @@ async def on_outcome_unknown(request: Request, error: Exception) -> Problem:
 
 
 async def on_unexpected(request: Request, _: Exception) -> Problem:
-    detail = f"the error is in this service's log under request id {request_id.get()}"
+    detail = f"the request failed unexpectedly: the error is in the service's log, under request id {request_id.get()}"
     return problem(request, KINDS["internal"], detail)
 
 

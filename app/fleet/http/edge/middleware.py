@@ -1,24 +1,24 @@
-"""The outermost layer: every request and response passes here, the errors of everything inside included.
+"""The outermost ASGI middleware: every request and every response passes it, and so does every unhandled error.
 
-Pure ASGI, and one object for all of it, because each thing it does needs the same few facts:
+It is one object, because each of its tasks needs the same few facts:
 
-- a request id, the client's if it sent a sensible one, on the response and on every log line of the request;
-- our own count of requests in flight, which the shutdown waits on: uvicorn forgets requests it has cancelled;
-- the body limit, by the declared length before anything is read, and by what really arrives;
-- the API key of a route that needs one, before any of the body is read (`auth.check_key`);
-- without API keys, the refusal of state-changing requests that a browser sends for a page of another site;
-- the refusal of requests on a connection beyond the limit (`server.py`), probes excepted;
-- HEAD for every path that has GET: the same status and headers, and whatever would write the body is ended;
-- the log line of a request that failed, with its id, and the one of every request that may change something; of a
-  request whose client left in the middle of the body, one line without a traceback;
-- security headers, unless a route set them itself;
-- while draining, `Connection: close` on every response, so that clients go elsewhere by themselves;
-- while draining, the clean end of every Server-Sent Events stream: its generator is told that the client left, and
-  the client gets a last `retry:` with jitter and a proper end, which makes it reconnect, to another instance. Other
-  responses, a long download for one, are left to finish;
-- a stream of events whose client reads nothing is cut: it would be kept in memory, and hold a drain up.
+- The request id: the client's if it is valid, else a new one; in the response and in every log line of the request.
+- The number of requests in flight, for which the shutdown waits: uvicorn does not count requests it has cancelled.
+- The limit of the body, first by its declared length, then by what arrives.
+- The API key of a route that needs one, before the body is read (`auth.check_key`).
+- Without API keys: a request that changes something is refused if a page of another site made the browser send it.
+- Requests on a connection beyond the limit (`server/connections.py`) are refused, except probes.
+- HEAD for every path that has GET: the same status and headers; the application's body is discarded.
+- Log lines: for each failed request; for each request that may change something; and, without a traceback, for each
+  client that leaves before its body is complete.
+- Security headers, unless the route has set them.
+- While draining, `Connection: close` in every response, so that clients connect to other instances.
+- While draining, the end of every Server-Sent Events stream: its generator sees a disconnect, and the client receives a
+  last `retry:` with jitter and a complete response, after which it reconnects, to another instance. Other responses,
+  such as a long download, are left to finish.
+- A stream whose client reads nothing is closed: its events would fill the memory, and a drain would wait for it.
 
-A start-up that was refused says why in one line, instead of a traceback (see `_lifespan`).
+If the start-up is refused, the log has the reason in one line, without a traceback (`_lifespan`).
 """
 
 import asyncio
@@ -51,13 +51,13 @@ from app.fleet.telemetry.logs import PROBES, events, request_id
 
 log = events(__name__)
 
-SENSIBLE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+VALID_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 RETRY_MS = (500, 3000)
-# How the paths of streams end. Their clients come many at once, when an instance has gone, and wait for a turn each.
-STREAMS = "/events"
-# How long a stream's client may read nothing, and how long while draining.
-STALLED = 30.0
-STALLED_DRAINING = 1.0
+# The end of the path of every stream. When an instance ends, its clients reconnect all at once and wait in a queue.
+STREAM_SUFFIX = "/events"
+# For how long a stream's client may read nothing, usually and while draining.
+STALL_TIMEOUT = 30.0
+STALL_TIMEOUT_DRAINING = 1.0
 SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -83,26 +83,26 @@ class Edge:
             await self._app(scope, receive, send)
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the lifespan on; where it was refused on purpose, say so in its own words."""
+        """Pass the lifespan on; if the start-up is refused, give uvicorn the reason as its message."""
         context = self._context
 
-        async def explained(message: Message) -> None:
-            if message["type"] == "lifespan.startup.failed" and context.refused is not None:
-                message = {**message, "message": f"refused to start: {context.refused}"}
+        async def send_with_reason(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and context.start_error is not None:
+                message = {**message, "message": f"refused to start: {context.start_error}"}
             await send(message)
 
         try:
-            await self._app(scope, receive, explained)
+            await self._app(scope, receive, send_with_reason)
         except FleetError as error:
-            # uvicorn has its message and ends with 3; a traceback would only hide the text that says what to do.
-            if error is not context.refused:
+            # uvicorn logs the message and exits with 3. A traceback would bury the text that says what to do.
+            if error is not context.start_error:
                 raise
 
 
 class Exchange:
     """One request and its response."""
 
-    # A stream of events has one for as long as it is open.
+    # Slots, because each open stream has one of these.
     __slots__ = (
         "_app", "_as_get", "_body_read", "_context", "_ended", "_has_body", "_id", "_left", "_listening", "_over_limit",
         "_receive", "_received", "_scope", "_send", "_started", "_status", "_streams_events",
@@ -115,7 +115,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         headers = Headers(scope=scope)
-        self._id = sensible_id(headers.get("x-request-id"))
+        self._id = request_id_of(headers.get("x-request-id"))
         self._has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
         self._over_limit = protocol.is_over_limit(scope)
         self._received = 0
@@ -126,40 +126,40 @@ class Exchange:
         self._status: int | None = None
         self._ended = False
         self._listening: asyncio.Timeout | None = None
-        # Set for a HEAD request that has no route of its own: the application is asked again, with GET.
+        # Set for a HEAD request without its own route: the application is called again, with GET.
         self._as_get: Scope | None = None
 
     async def run(self) -> None:
         context = self._context
         token = request_id.set(self._id)
-        if context.has_engine:
+        if context.started:
             context.engine.enter()
         context.in_flight += 1
         try:
             self._refuse_over_limit()
             self._refuse_cross_site()
             self._check_declared_length()
-            if self._scope["path"].endswith(STREAMS):
-                await context.openings.wait()
+            if self._scope["path"].endswith(STREAM_SUFFIX):
+                await context.opening_pacer.wait()
             try:
                 await self._answer()
             except ExceptionGroup as errors:
-                if not (self._streams_events and was_let_go(errors)):
+                if not (self._streams_events and is_disconnect(errors)):
                     raise
             if self._streams_events and not self._ended:
                 await self._end_stream()
         except HttpError as error:
-            # Refused out here, before anything inside was asked.
+            # Refused by this middleware, before the application was called.
             if self._started:
                 raise
             refusal = problem(Request(self._scope), KINDS[error.slug], error.detail, headers=error.headers)
             await refusal(self._scope, self._receive, self.send)
         except ClientDisconnect:
-            # Logged and counted where it was noticed.
+            # Logged and counted in `receive`.
             pass
         except Exception as error:
-            # Answered with 500 inside. Logged here, where the request id is still known, and not once more by the
-            # server, unless it has to cut a response that will never be whole.
+            # The application has answered with 500. Logged here, where the request id is still known. Raised again only
+            # if the response is incomplete: then the server must close the connection, and logs the error too.
             log.error("request.failed", error=error, method=self._scope["method"], path=self._scope["path"])
             if not self._ended:
                 raise
@@ -182,15 +182,15 @@ class Exchange:
         if self._started or message.get("status", 200) != 405:
             await self.send(message)
 
-    # -- what comes in ------------------------------------------------------------------------------------------------
+    # -- the request --------------------------------------------------------------------------------------------------
 
     def _refuse_over_limit(self) -> None:
         if self._over_limit and self._scope["path"] not in PROBES:
             self._context.connections.count("limit")
-            raise Unavailable("this instance has as many connections as it may: try again, or at another instance")
+            raise Unavailable("this instance has reached its limit of connections: try again, or at another instance")
 
     def _refuse_cross_site(self) -> None:
-        """Without API keys, anybody's page could have a browser on this machine or network operate the service."""
+        """Without API keys, any web page could make a browser on this machine or network operate the service."""
         if self._context.settings.api_keys or self._scope["method"] in SAFE_METHODS:
             return
         headers = Headers(scope=self._scope)
@@ -199,8 +199,8 @@ class Exchange:
             site = "same-origin" if urlsplit(origin).netloc == headers.get("host") else "cross-site"
         if site == "cross-site":
             raise Forbidden(
-                "a page of another site sent this, and without API keys only this service's own pages may change "
-                "anything: set FLOTILLA_API_KEYS, and send a key"
+                "a page of another site sent this request, and without API keys only this service's own pages may "
+                "change anything: set FLOTILLA_API_KEYS, and send a key"
             )
 
     async def receive(self) -> Message:
@@ -224,22 +224,22 @@ class Exchange:
         return message
 
     async def _disconnect_or_drain(self) -> Message:
-        """Wait for the client to leave; for a stream of events, a drain looks the same."""
+        """Wait until the client disconnects; for a stream of events, a drain looks the same."""
         at_drain = self._context.lifecycle.at_drain
         self._listening = asyncio.timeout(None)
-        at_drain.add(self._let_go)
+        at_drain.add(self._disconnect_if_draining)
         try:
             async with self._listening:
-                self._let_go()
+                self._disconnect_if_draining()
                 return await self._receive()
         except TimeoutError:
             return {"type": "http.disconnect"}
         finally:
             self._listening = None
-            at_drain.discard(self._let_go)
+            at_drain.discard(self._disconnect_if_draining)
 
-    def _let_go(self) -> None:
-        """Called whenever it may have become true that this is a stream and this instance drains."""
+    def _disconnect_if_draining(self) -> None:
+        """Let a stream see a disconnect if this instance drains. Called whenever one of the two may have changed."""
         listening, draining = self._listening, self._context.lifecycle.phase is Phase.DRAINING
         if self._streams_events and draining and listening is not None and listening.when() is None:
             listening.reschedule(asyncio.get_running_loop().time())
@@ -253,18 +253,18 @@ class Exchange:
         limit = self._context.settings.max_body
         if length > limit:
             raise PayloadTooLarge(
-                f"the body is larger than {limit} bytes, and nothing of it was kept: send less at once",
+                f"the request body is larger than {limit} bytes, and nothing of it was stored: send a smaller one",
                 headers={"Connection": "close"},
             )
 
-    # -- what goes out ------------------------------------------------------------------------------------------------
+    # -- the response -------------------------------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._started = True
             self._status = message["status"]
-            self._dress(MutableHeaders(scope=message), message["status"])
-            self._let_go()
+            self._set_headers(MutableHeaders(scope=message), message["status"])
+            self._disconnect_if_draining()
             if self._as_get is not None:
                 await self._send(message)
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -274,22 +274,23 @@ class Exchange:
         elif message["type"] == "http.response.body":
             self._ended = not message.get("more_body", False)
         if self._streams_events:
-            await self._send_or_cut(message)
+            await self._send_or_reset(message)
         else:
             await self._send(message)
 
-    async def _send_or_cut(self, message: Message) -> None:
-        patience = STALLED_DRAINING if self._context.lifecycle.draining.is_set() else STALLED
+    async def _send_or_reset(self, message: Message) -> None:
+        timeout = STALL_TIMEOUT_DRAINING if self._context.lifecycle.draining.is_set() else STALL_TIMEOUT
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 await self._send(message)
         except TimeoutError:
-            log.info("stream.cut", path=self._scope["path"], seconds=patience)
-            if protocol.reset(self._send):
-                # Until the server knows; what follows is sent nowhere, and the application hears that the client left.
+            log.info("stream.cut", path=self._scope["path"], seconds=timeout)
+            if protocol.reset_connection(self._send):
+                # Returns when the server has seen the reset. Then it discards what follows, and the application sees a
+                # disconnect.
                 await self._receive()
 
-    def _dress(self, headers: MutableHeaders, status: int) -> None:
+    def _set_headers(self, headers: MutableHeaders, status: int) -> None:
         headers["x-request-id"] = self._id
         for name, value in SECURITY_HEADERS.items():
             headers.setdefault(name, value)
@@ -306,10 +307,10 @@ class Exchange:
         return self.send({"type": "http.response.body", "body": b"retry: %d\n\n" % retry, "more_body": False})
 
 
-def was_let_go(errors: "ExceptionGroup[Exception]") -> bool:
-    """Whether this is what the framework makes of a stream that was let go while it had more to say."""
+def is_disconnect(errors: "ExceptionGroup[Exception]") -> bool:
+    """Whether these are the errors that the framework raises for a stream that was disconnected while it sent."""
     return errors.split((anyio.BrokenResourceError, anyio.ClosedResourceError))[1] is None
 
 
-def sensible_id(given: str | None) -> str:
-    return given if given and SENSIBLE_ID.fullmatch(given) else secrets.token_hex(16)
+def request_id_of(given: str | None) -> str:
+    return given if given and VALID_ID.fullmatch(given) else secrets.token_hex(16)

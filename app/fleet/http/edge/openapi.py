@@ -1,4 +1,4 @@
-"""OpenAPI declares the one shape of errors as the schema `Problem`, for every status that a route can answer with."""
+"""The OpenAPI schema declares the format of problems, once as `Problem`, for every status that a route can return."""
 
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
@@ -12,49 +12,51 @@ from app.fleet.http.edge.problems import MAX_ERRORS, Problem
 
 def install(app: FastAPI) -> None:
     generate = app.openapi
-    app.openapi = lambda: declare(generate())  # type: ignore[method-assign]  # as the framework's documentation does
+    app.openapi = lambda: declare(generate())  # type: ignore[method-assign]  # as FastAPI's documentation does
 
 
 class FieldError(BaseModel):
-    """What is wrong with one field."""
+    """An invalid field."""
 
-    field: str = Field(description="Its path, with dots: `runs.3.payload.weight`, `query.limit`")
+    field: str = Field(description="The path of the field, with dots: `runs.3.payload.weight`, `query.limit`")
     message: str
 
 
 class ProblemDetails(BaseModel):
-    """An error, as RFC 9457 has it. Some kinds have more members."""
+    """An error in the format of RFC 9457. Some kinds have more members."""
 
     model_config = ConfigDict(title="Problem", extra="allow")
 
-    type: str = Field(description="The kind, as a path of this service: GET it for an explanation")
+    type: str = Field(description="The kind of problem: a path of this service; GET it for an explanation")
     title: str
     status: int
     detail: str = Field(description="What happened, and what to do")
     instance: str = Field(description="The path of the request")
-    request_id: str | None = Field(description="The log has it on every line of this request")
-    errors: list[FieldError] | None = Field(None, description=f"The fields that do not fit, the first {MAX_ERRORS}")
-    errors_left_out: int | None = Field(None, description="How many more fields do not fit")
-    run: int | None = Field(None, description="The run that is active already, if that is the conflict")
+    request_id: str | None = Field(description="The id of the request; every log line of the request has it")
+    errors: list[FieldError] | None = Field(None, description=f"The invalid fields; the first {MAX_ERRORS}")
+    errors_left_out: int | None = Field(None, description="The number of further invalid fields")
+    run: int | None = Field(
+        None, description="The id of the run that is already active, if it is the reason for a conflict"
+    )
 
 
 REFERENCE = "#/components/schemas/{model}"
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return how OpenAPI declares these statuses: for `responses=` of a route."""
+    """Return the declaration of these statuses, for `responses=` of a route."""
     content = {Problem.media_type: {"schema": {"$ref": REFERENCE.format(model="Problem")}}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
 def declare(schema: dict[str, Any]) -> dict[str, Any]:
-    """Declare the one shape of errors, in place of the framework's own, and the statuses that follow from a route."""
-    shapes = schema.setdefault("components", {}).setdefault("schemas", {})
+    """Replace FastAPI's error schema by `Problem`, and declare the statuses that every route of its kind can return."""
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
-        shapes.pop(unused, None)
-    shape = ProblemDetails.model_json_schema(ref_template=REFERENCE)
-    shapes |= shape.pop("$defs")
-    shapes["Problem"] = shape
+        schemas.pop(unused, None)
+    problem_schema = ProblemDetails.model_json_schema(ref_template=REFERENCE)
+    schemas |= problem_schema.pop("$defs")
+    schemas["Problem"] = problem_schema
     for operations in schema["paths"].values():
         for method, operation in operations.items():
             responses = operation["responses"]
@@ -66,7 +68,7 @@ def declare(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def statuses(method: str, operation: Mapping[str, Any]) -> Iterator[int]:
-    """Return the statuses that follow from what a route takes and needs."""
+    """Return the error statuses that follow from a route's parameters, body and authentication."""
     parameters = operation.get("parameters", [])
     changes = method not in {"get", "head"}
     if any(each["in"] == "path" for each in parameters):
@@ -78,6 +80,6 @@ def statuses(method: str, operation: Mapping[str, Any]) -> Iterator[int]:
     if parameters or "requestBody" in operation:
         yield 422
     if operation.get("security"):
-        # Every key may read.
+        # Every key has the scope `read`, so a route that only reads never returns 403.
         yield from (401, 403, 429) if changes else (401, 429)
     yield from (500, 503)

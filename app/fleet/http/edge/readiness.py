@@ -1,7 +1,8 @@
-"""May this instance be sent requests? Cached, and asked of the database once however many probes ask.
+"""Readiness: whether this instance should receive requests. The database is asked once, however many probes ask.
 
-Good news is kept for a second, so that a flood of probes cannot use up the pool; bad news is asked again each time, so
-that recovery is seen at once. The flag of the shutdown and the link are looked at without any cache: they cost nothing.
+That the database answers is cached for a second, so that a flood of probes cannot use up the pool. That it does not
+answer is not cached, so that a recovery is seen at once. The phase of the instance and its link are read without a
+cache: that costs nothing.
 """
 
 import asyncio
@@ -14,7 +15,8 @@ from app.fleet.db.pool import Database
 from app.fleet.errors import DatabaseError
 
 CACHED_FOR = 1.0
-PATIENCE = 1.0
+TIMEOUT = 1.0
+# The timeout is waited for in this many parts.
 WAITS = 10
 NO_ANSWER = "the database does not answer"
 
@@ -23,34 +25,34 @@ class Readiness:
     def __init__(self, database: Database, member: Member) -> None:
         self._database = database
         self._member = member
-        self._good_until = float("-inf")
-        self._asking: asyncio.Task[str | None] | None = None
+        self._cached_until = float("-inf")
+        self._ping: asyncio.Task[str | None] | None = None
 
     async def obstacle(self) -> str | None:
-        """Say what stands in the way, if anything does."""
+        """Return why this instance is not ready, or None if it is."""
         if not self._member.holds():
             return "the link to the database is lost"
         if not self._database.healthy:
             return NO_ANSWER
-        if time.monotonic() < self._good_until:
+        if time.monotonic() < self._cached_until:
             return None
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask(), name="readiness")
-        # Waited for and not cancelled: on a dead network psycopg needs seconds to cancel a query, and a probe's answer
-        # is due now. The question stays open, for the next probe to find answered. In several waits, because an event
-        # loop that was busy for long finds all of one wait used up, and the answer there.
-        asking = self._asking
+        if self._ping is None:
+            self._ping = asyncio.create_task(self._ping_database(), name="readiness")
+        # The ping is not cancelled at the timeout: on a dead network psycopg needs seconds to cancel a query, and the
+        # probe needs its answer now. The ping goes on, and the next probe reads its result. The timeout is split,
+        # because an event loop that was blocked for long finds one wait timed out although the result has arrived.
+        ping = self._ping
         for _ in range(WAITS):
-            if (await asyncio.wait({asking}, timeout=PATIENCE / WAITS))[0]:
-                return asking.result()
+            if (await asyncio.wait({ping}, timeout=TIMEOUT / WAITS))[0]:
+                return ping.result()
         return NO_ANSWER
 
-    async def _ask(self) -> str | None:
+    async def _ping_database(self) -> str | None:
         try:
             await self._database.ping()
         except (psycopg.Error, DatabaseError):
             return NO_ANSWER
         finally:
-            self._asking = None
-        self._good_until = time.monotonic() + CACHED_FOR
+            self._ping = None
+        self._cached_until = time.monotonic() + CACHED_FOR
         return None

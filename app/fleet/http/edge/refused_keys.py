@@ -1,14 +1,13 @@
-"""Refused API keys: counted, and slowed down for the address that keeps sending unknown ones.
+"""Refused API keys: they are counted, and an address that keeps sending unknown ones is answered with 429.
 
-An address may send `MAX_UNKNOWN_KEYS` unknown keys within `WINDOW` seconds. Further ones are answered with 429 until
-the window ends. A valid key is never slowed down: it is compared first, whatever its address has sent before.
+An address may send `MAX_UNKNOWN_KEYS` unknown keys within `WINDOW` seconds. Further unknown keys are answered with 429
+until the window ends. A valid key is never refused, whatever its address has sent before: it is compared first.
 
-The table is bounded: at most `MAX_ADDRESSES` addresses have an entry of their own, and all further ones share one. An
-IPv6 address counts as its network of 64 bits, because one client has all of it. Behind a load balancer that does not
-pass on the address of the client (`X-Forwarded-For`, which uvicorn reads if `FORWARDED_ALLOW_IPS` allows it), all
-clients share the balancer's entry.
+The table is bounded: at most `MAX_ADDRESSES` addresses have their own entry, and all others share one. An IPv6 address
+counts as its network of 64 bits, because one client has all of it. If a load balancer does not pass on the address of
+the client (`X-Forwarded-For`, which uvicorn reads if `FORWARDED_ALLOW_IPS` allows it), all clients share its entry.
 
-The table is this instance's own: with N instances, an address may send N times as many.
+The table belongs to this instance: with N instances, an address may send N times as many unknown keys.
 """
 
 import ipaddress
@@ -36,17 +35,17 @@ class RefusedKeys:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[Reason] = Counter()
         self._now = now
-        # In the order in which they end.
+        # In the order in which the windows end.
         self._windows: dict[str, Window] = {}
 
     def count(self, reason: Reason) -> None:
         self.counts[reason] += 1
 
     def unknown_key(self, address: str) -> float:
-        """Count an unknown key; return for how many seconds this address has to wait, 0 while it need not."""
+        """Count an unknown key; return for how many seconds its address must wait, 0 if it need not."""
         self.count("unknown")
         now = self._now()
-        self._forget_old(now)
+        self._remove_ended(now)
         name = network_of(address)
         if name not in self._windows and len(self._windows) >= MAX_ADDRESSES:
             name = OTHERS
@@ -57,7 +56,7 @@ class RefusedKeys:
     def __len__(self) -> int:
         return len(self._windows)
 
-    def _forget_old(self, now: float) -> None:
+    def _remove_ended(self, now: float) -> None:
         while self._windows:
             oldest = next(iter(self._windows))
             if self._windows[oldest].until > now:
