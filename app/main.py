@@ -1,4 +1,4 @@
-"""The wiring, and nothing else."""
+"""The application: `create_app` puts the fleet and your routes together."""
 
 import sys
 
@@ -18,14 +18,14 @@ from app.settings import Settings
 
 
 class Service(FastAPI):
-    """FastAPI with our edge around everything, its own error handling included."""
+    """FastAPI inside the edge, which also handles what FastAPI's own error handling raises."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return Edge(super().build_middleware_stack(), self.state.fleet)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    # Here, so that an action that is declared wrongly is refused like any wrong setting, whoever imports it first.
+    # Imported here, so that an invalid action is reported like an invalid setting (see below).
     from app import routes
 
     settings = settings or Settings.load()
@@ -34,9 +34,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         title="Flotilla",
         version=__version__,
         lifespan=lifespan,
-        # Without a schema there are no pages of it either: in production, nothing is shown that nobody asked for.
+        # In production the API's schema is not published. Without a schema there are no pages of it either.
         openapi_url=None if settings.production else "/openapi.json",
-        # A redirect would send a client to whatever host its request names; /actions/ is a path that does not exist.
+        # A redirect would lead to the host that the request names, which a client can forge. /actions/ does not exist.
         redirect_slashes=False,
     )
     app.state.fleet = Context(settings, version=__version__)
@@ -57,5 +57,5 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 try:
     app = create_app()
 except SettingsError as error:
-    # Met by `uvicorn app.main:app`: the text says what to do, and a traceback would bury it.
+    # Under `uvicorn app.main:app`, a traceback would bury the message that says what to do.
     sys.exit(f"flotilla: {error}")

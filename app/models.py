@@ -1,6 +1,6 @@
-"""YOUR CODE: the service's own tables. Declare one here, then `alembic revision --autogenerate` writes its migration.
+"""YOUR CODE: the tables of your service. Declare one here; `alembic revision --autogenerate` then writes its migration.
 
-No table names a schema: it is the namespace's, put in for you. `Mailing` is an example, to read and to delete.
+Tables name no schema: the schema of the namespace is added for you. `Mailing` is an example, to read and to delete.
 """
 
 from datetime import datetime
@@ -15,12 +15,12 @@ metadata = MetaData()
 
 class Base(DeclarativeBase):
     metadata = metadata
-    # A plain `str` or `datetime` is what PostgreSQL does best.
+    # `str` becomes text, and `datetime` a timestamp with time zone.
     type_annotation_map: ClassVar = {str: Text, datetime: DateTime(timezone=True)}
 
 
 class Mailing(Base):
-    """One subject for many recipients; `app/actions/mailings.py` sends it."""
+    """One message to many recipients; `app/actions/mailings.py` sends it."""
 
     __tablename__ = "mailings"
 
@@ -28,6 +28,6 @@ class Mailing(Base):
     subject: Mapped[str]
     recipients: Mapped[list[str]] = mapped_column(ARRAY(Text))
     created_at: Mapped[datetime] = mapped_column(server_default=text("now()"))
-    # Written by the run that sent it, in the transaction that completed that run.
+    # Written by the run that sends the mailing, in the transaction that completes the run.
     delivered: Mapped[int | None]
     sent_at: Mapped[datetime | None] = mapped_column(index=True)

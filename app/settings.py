@@ -1,4 +1,4 @@
-"""The service's own settings, beside the fleet's: add a field, and `FLOTILLA_<FIELD>` sets it."""
+"""YOUR CODE: the settings of your service, beside the fleet's. Add a field; `FLOTILLA_<FIELD>` sets it."""
 
 from app.fleet.settings import FleetSettings
 

@@ -1,1 +1,1 @@
-"""YOUR CODE: one file per action or family of actions."""
+"""YOUR CODE: your actions, one file for each action or family of actions."""

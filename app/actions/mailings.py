@@ -1,7 +1,7 @@
-"""An example, to read and to delete: a mailing is sent, one recipient after the other, and one day forgotten.
+"""An example, to read and to delete: one action sends a mailing to its recipients, another deletes old mailings.
 
-Whichever instance sends it may be killed half-way. Another goes on after the last recipient that a checkpoint knows of,
-and the mailing is marked as sent exactly once, because that happens in the transaction that completes the run.
+The instance that sends a mailing may be killed at any point. Another instance then continues after the recipient of the
+last checkpoint. The mailing is marked as sent exactly once: in the transaction that completes the run.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from sqlalchemy import delete, func, update
 from app.fleet import Run, action
 from app.models import Mailing
 
-KEPT = timedelta(days=30)
+RETENTION = timedelta(days=30)
 
 
 class Letters(BaseModel):
@@ -27,7 +27,7 @@ async def send_mailing(run: Run[Letters]) -> None:
     """Send a mailing to each of its recipients."""
     letters = run.payload
     count = len(letters.recipients)
-    # From where the attempt before this one came to, if there was one.
+    # Continue after the last checkpoint of an earlier attempt, if there was one.
     for number in range(run.last_checkpoint or 0, count):
         await deliver(letters.recipients[number], letters.subject, key=f"{run.id}-{number}")
         await run.progress((number + 1) / count, f"{number + 1} of {count}")
@@ -39,17 +39,17 @@ async def send_mailing(run: Run[Letters]) -> None:
 
 @action("forget-mailings", every="1h", overlap="skip")
 async def forget_mailings(run: Run) -> None:
-    """Delete what was sent more than 30 days ago."""
+    """Delete mailings that were sent more than 30 days ago."""
     async with run.commit() as session:
-        old = delete(Mailing).where(Mailing.sent_at < func.now() - KEPT)
+        old = delete(Mailing).where(Mailing.sent_at < func.now() - RETENTION)
         forgotten = await session.scalars(old.returning(Mailing.id))
         run.result = {"forgotten": len(forgotten.all())}
 
 
-async def deliver(recipient: str, subject: str, *, key: str) -> None:  # noqa: ARG001 — what a provider would want
-    """Stand for a call to your mail provider; nothing is sent.
+async def deliver(recipient: str, subject: str, *, key: str) -> None:  # noqa: ARG001 — what a mail provider needs
+    """Stand in for a call to your mail provider; nothing is sent.
 
-    After a kill between a delivery and its checkpoint it is delivered again, under the same key: give the key to the
-    provider, who can tell.
+    If the instance is killed between a delivery and its checkpoint, the message is delivered again with the same key.
+    Pass the key to the provider, so that it can discard the second one.
     """
     await asyncio.sleep(0.05)

@@ -1,6 +1,6 @@
-"""YOUR CODE: the service's own HTTP routes. Add your routers to the one below.
+"""YOUR CODE: the HTTP routes of your service. Add your routers to the one below.
 
-Each route needs an API key with scope `read` for GET and HEAD and `operate` for everything else, once keys are set.
+If API keys are set, each route needs a key with the scope `read` for GET and HEAD, and `operate` for other methods.
 """
 
 from fastapi import APIRouter

@@ -1,4 +1,4 @@
-"""An example, to read and to delete: a mailing is accepted, and with it, in one transaction, the run that sends it."""
+"""An example, to read and to delete: one transaction stores a mailing and the run that sends it."""
 
 from datetime import datetime
 from typing import Annotated
@@ -34,7 +34,7 @@ class ShownMailing(BaseModel):
 
 @router.post("", status_code=201)
 async def create_mailing(new: NewMailing, session: InSession, response: Response) -> ShownMailing:
-    """Keep a mailing and have it sent: both, or neither."""
+    """Store a mailing and trigger the run that sends it: both or neither."""
     mailing = Mailing(subject=new.subject, recipients=new.recipients)
     session.add(mailing)
     await session.flush()
@@ -46,7 +46,7 @@ async def create_mailing(new: NewMailing, session: InSession, response: Response
 
 @router.get("/{mailing_id}")
 async def show_mailing(mailing_id: Annotated[int, Path(lt=2**63)], session: InSession) -> ShownMailing:
-    """Show a mailing, and whether it was sent."""
+    """Show a mailing, and whether it has been sent."""
     mailing = await session.get(Mailing, mailing_id)
     if mailing is None:
         raise HTTPException(404, f"there is no mailing {mailing_id}")

@@ -449,8 +449,8 @@ async def test_who_hears_nothing_of_theirs_for_long_is_given_the_number_to_come_
     hub = here.running.context.stream.hub
     echo = here.engine.catalogue.id_of("echo")
     async with asyncio.timeout(60), hub.follow_feed() as follower:
-        wanted = http_events.Wanted({echo}, set(), hub)
-        chunks = http_events.told_of_all(follower, wanted, http_events.Age(here.running.context))
+        wanted = http_events.Filter({echo}, set(), hub)
+        chunks = http_events.feed_chunks(follower, wanted, http_events.Age(here.running.context))
         assert await anext(chunks) == b": up to here\nid: 0\n\n"
         await here.run("noop")
         said = b""

@@ -211,18 +211,18 @@ async def test_an_event_is_encoded_once_for_all_clients(here: LocalInstance, mon
 
     monkeypatch.setattr(feed.Change, "as_json", as_json)
 
-    async def read(wanted: http_events.Wanted) -> bytes:
+    async def read(wanted: http_events.Filter) -> bytes:
         said = b""
         async with hub.follow_feed(0) as follower:
-            async for piece in http_events.told_of_all(follower, wanted, http_events.Age(context)):
+            async for piece in http_events.feed_chunks(follower, wanted, http_events.Age(context)):
                 said += piece
                 if follower.seq >= 6:
                     return said
         raise AssertionError
 
     echo = here.engine.catalogue.id_of("echo")
-    readers = [asyncio.create_task(read(http_events.Wanted(set(), set(), hub))) for _ in range(20)]
-    readers += [asyncio.create_task(read(http_events.Wanted({echo}, set(), hub))) for _ in range(20)]
+    readers = [asyncio.create_task(read(http_events.Filter(set(), set(), hub))) for _ in range(20)]
+    readers += [asyncio.create_task(read(http_events.Filter({echo}, set(), hub))) for _ in range(20)]
     await soon(lambda: here.sql("SELECT 1 WHERE %s", hub._feed is not None and hub._feed.followers == 40))
     await here.run("noop")
     await here.run("echo")

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.http.runs import PAGE_MOST
+from app.fleet.http.runs import MAX_PAGE_BYTES
 from app.fleet.runs.pages import EXTRACT, MAX_WHOLE, NEWEST, page_sql
 from app.fleet.runs.records import ENDED, State
 from tests.integration.test_actions_http import RUN, get, post
@@ -89,7 +89,7 @@ async def test_a_page_ends_before_it_is_too_large_and_the_next_one_goes_on(here:
     pages = 0
     while query:
         answer = await here.running.client.get(f"/runs?{query}")
-        assert len(answer.content) <= PAGE_MOST + 100_000
+        assert len(answer.content) <= MAX_PAGE_BYTES + 100_000
         page = answer.json()
         seen += [run["id"] for run in page["items"]]
         query = f"limit=500&cursor={page['next_cursor']}" if page["next_cursor"] else ""

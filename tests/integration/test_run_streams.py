@@ -15,8 +15,7 @@ from app.fleet.db import migrations
 from app.fleet.engine.enqueue.trigger import Order
 from app.fleet.engine.execute.run import EVENT_MOST
 from app.fleet.engine.maintenance import rescuer
-from app.fleet.http.events import Age
-from app.fleet.http.events import told as told_over_http
+from app.fleet.http.events import Age, run_chunks
 from app.fleet.runs import records
 from app.fleet.runs.events import PAGE_BYTES, Event, EventPage, StoredEvent, append, read_pages
 from app.fleet.stream.channel import MAX_WEIGHT
@@ -183,7 +182,7 @@ async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_no
     attempt = await here.attempt(run_id)
     hub = here.running.context.stream.hub
     async with hub.follow(run_id) as slow, hub.follow(run_id) as quick:
-        chunks = told_over_http(slow, run_id, Age(here.running.context))
+        chunks = run_chunks(slow, run_id, Age(here.running.context))
         said = b""
         while slow.seq < 2:
             said += await anext(chunks)
@@ -197,7 +196,7 @@ async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_no
             await quick.more()
         said += b"".join([chunk async for chunk in chunks])
     assert said.rstrip().splitlines()[-1].startswith(b"retry: ")
-    assert b": you took less than what came: come back" in said
+    assert b": this client reads too slowly: reconnect" in said
     seen = int(said.split(b"id: ")[-1].split()[0])
     assert 3 < seen <= 103
     await here.running.client.post(f"/runs/{run_id}/cancel")
@@ -242,7 +241,7 @@ async def test_who_catches_up_while_the_database_is_away_waits_for_it(
             return await genuine(*given)
 
         monkeypatch.setattr(hub._reader, "event_pages", broken)
-        said = b"".join([chunk async for chunk in told_over_http(late, run_id, Age(here.running.context))])
+        said = b"".join([chunk async for chunk in run_chunks(late, run_id, Age(here.running.context))])
     assert not away
     ids = [message.id for message in messages(said.decode().splitlines()) if message.id]
     assert ids == [str(seq) for seq in range(1, 104)]

@@ -1,1 +1,1 @@
-"""The edge: what others see of an instance over HTTP."""
+"""The HTTP API: the routes of the fleet, and what they share. `edge/` is what every request passes."""

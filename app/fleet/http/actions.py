@@ -1,8 +1,8 @@
-"""Actions over HTTP: see them, trigger one, pause and resume it.
+"""Actions over HTTP: list, show, trigger, pause and resume them.
 
-Reading and pausing go by the database, so that they work at every instance, whatever release it runs. Triggering needs
-the action's code, which knows what its payload is: while releases are mixed, an instance that does not have it yet says
-so with 503, and a client that tries again meets one that does.
+Listing and pausing use the database alone, so they work at every instance, whatever its release. Triggering needs the
+code of the action, which defines its payload. During a deploy, an instance whose release does not have the action yet
+answers with 503, and a client that retries reaches one that has it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ from app.fleet.engine.enqueue import confirm
 from app.fleet.engine.enqueue.trigger import Order, Triggered
 from app.fleet.errors import ActionUnknown
 from app.fleet.http import idempotency
-from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, answer, described, not_here, read, records
+from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, action_missing_here, answer, described, read, records
 from app.fleet.http.edge.audit import set_subject
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context, InContext
@@ -41,7 +41,7 @@ ACTION_LIST = TypeAdapter(ActionList)
 
 @router.get("", response_model=ActionList)
 async def list_actions(context: InContext) -> Response:
-    """List every action there is or was: its schedule, its last run, who runs it and who stands by."""
+    """List all actions: the schedule, the last run, the instances that run it and those that stand by."""
     async with context.database.connection() as connection:
         found = await admin.find_all(connection, context.database.namespace, context.engine.catalogue)
     return answer(ACTION_LIST, ActionList(found))
@@ -59,7 +59,7 @@ async def show_action(name: str, context: InContext) -> Response:
     status_code=202,
     response_model=RunRecord,
     responses={
-        200: {"model": RunRecord, "description": "The run that this key has made before"},
+        200: {"model": RunRecord, "description": "The run that an earlier request with this key created"},
         **problem_responses(409),
     },
     openapi_extra=described(NewRun),
@@ -67,12 +67,12 @@ async def show_action(name: str, context: InContext) -> Response:
 async def trigger_action(
     name: str, request: Request, context: InContext, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Have an action run. The same key again: the same run."""
+    """Create a run of an action. A repeated request with the same key returns the same run."""
     order = (await read(request, NEW_RUN)).order(name)
     try:
         triggered = await trigger(context, order, idempotency_key)
     except ActionUnknown:
-        raise await not_here(context, name) from None
+        raise await action_missing_here(context, name) from None
     set_subject(request, f"{name} run {triggered.id}")
     (run,) = await records(context, [triggered])
     return answer(RUN, run, 202 if triggered.new else 200, Location=f"/runs/{run.id}")
@@ -80,30 +80,30 @@ async def trigger_action(
 
 @router.post("/{name}/pause", response_model=ActionRecord)
 async def pause_action(name: str, context: InContext) -> Response:
-    """Have nothing of it scheduled or claimed. Runs that are triggered meanwhile wait."""
+    """Pause an action: its runs are neither scheduled nor claimed. Runs that are triggered meanwhile wait."""
     return await change(context, name, admin.pause)
 
 
 @router.post("/{name}/resume", response_model=ActionRecord)
 async def resume_action(name: str, context: InContext) -> Response:
-    """Go on, with the next slot after now and with the runs that wait."""
+    """Resume an action: scheduling continues with the next slot from now on, and waiting runs are claimed."""
     return await change(context, name, admin.resume)
 
 
 async def trigger(context: Context, order: Order, key: str | None) -> Triggered:
     triggers = context.engine.triggers
-    # A key in the body is the caller's own for this run, and says more than one for the request.
+    # A key in the body identifies the run, and takes precedence over a key of the request.
     if key is None or order.key is not None:
         (done,) = await confirm.trigger(triggers, [order], by="api")
         return done
     keyed = replace(order, key=key, digest=idempotency.digest([order]))
 
-    async def in_turn() -> Triggered:
-        async with idempotency.turn(context.database, f"{order.action}:{key}") as connection:
+    async def with_lock() -> Triggered:
+        async with idempotency.locked_connection(context.database, f"{order.action}:{key}") as connection:
             (done,) = await triggers.trigger([keyed], connection, by="api")
             return done
 
-    return await confirm.repeated(in_turn)
+    return await confirm.repeated(with_lock)
 
 
 async def change(context: Context, name: str, how: Callable[[Connection, Namespace, str], Awaitable[None]]) -> Response:

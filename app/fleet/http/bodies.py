@@ -1,8 +1,8 @@
-"""Bodies become orders, orders become runs, and runs become answers: what single runs and batches have in common.
+"""Request bodies and response bodies of the routes that create runs, one by one or in batches.
 
-A body is read here and not by the framework: a thousand runs are checked by one compiled validator straight from the
-bytes, and written by another. What does not fit is refused before anything is written, with the name of each field
-that is wrong: `priority`, `payload.weight`, `runs.3.payload.weight`.
+A body is parsed here and not by FastAPI: one compiled validator checks a thousand runs directly from the bytes, and
+another serialises them. An invalid body is refused before anything is written, with the name of each invalid field:
+`priority`, `payload.weight`, `runs.3.payload.weight`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from app.fleet.runs import records as runs
 from app.fleet.runs.records import RunRecord
 from app.fleet.validation import MAX_LISTED_ERRORS, invalid_parts
 
-MOST = 1000
+MAX_RUNS = 1000
 JSON = "Content-Type: application/json"
 
 Answer = TypeVar("Answer")
@@ -31,7 +31,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class NewRun(BaseModel):
-    """One run that is wanted. Without `run_at`: now; `priority`: the action's own; `ordering_key`: in no line."""
+    """The order of one run. Defaults: `run_at` now; `priority` that of the action; `ordering_key` none (unordered)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,7 +52,7 @@ class BatchedRun(NewRun):
 class NewRuns(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    runs: Annotated[list[BatchedRun], Field(min_length=1, max_length=MOST)]
+    runs: Annotated[list[BatchedRun], Field(min_length=1, max_length=MAX_RUNS)]
 
     def orders(self) -> list[Order]:
         return [each.order(each.action) for each in self.runs]
@@ -64,7 +64,7 @@ RUN = TypeAdapter(RunRecord)
 
 
 def described(model: type[BaseModel], **parts: type[BaseModel]) -> dict[str, Any]:
-    """Describe a body that is read here, for the pages of the schema."""
+    """Return the OpenAPI description of a body that is parsed here."""
     schema = model.model_json_schema()
     schema.pop("$defs", None)
     for name, part in parts.items():
@@ -73,12 +73,14 @@ def described(model: type[BaseModel], **parts: type[BaseModel]) -> dict[str, Any
 
 
 async def read(request: Request, adapter: TypeAdapter[Body]) -> Body:
-    """Read a body; no body at all is an empty object."""
+    """Parse the body of a request; an empty body counts as an empty object."""
     content = await request.body()
-    # A page of another site can have a browser send any other type, or none, without asking this service first.
+    # A page of another site can make a browser send any other media type, or none, without a preflight request.
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content and media_type != "application/json":
-        raise HTTPException(415, f"this path reads JSON, not {media_type or 'a body without a type'}: send `{JSON}`")
+        raise HTTPException(
+            415, f"this path accepts JSON, not {media_type or 'a body without a media type'}: send `{JSON}`"
+        )
     try:
         return adapter.validate_json(content or b"{}")
     except ValidationError as error:
@@ -87,64 +89,66 @@ async def read(request: Request, adapter: TypeAdapter[Body]) -> Body:
 
 
 def answer(adapter: TypeAdapter[Answer], value: Answer, status: int = 200, **headers: str) -> Response:
-    """Write an answer, past the framework's own copying and checking of what has a type already."""
+    """Return a response. FastAPI would copy and validate the value once more."""
     return Response(adapter.dump_json(value), status, headers, "application/json")
 
 
 async def records(context: Context, triggered: Sequence[Triggered]) -> list[RunRecord]:
-    """Return these runs: new ones as they were inserted, earlier ones as they are now."""
+    """Return the records of these runs: new ones as they were inserted, existing ones as they are now."""
     inserted = [each.record("api") for each in triggered]
-    earlier = [each.id for each, record in zip(triggered, inserted, strict=True) if record is None]
+    existing = [each.id for each, record in zip(triggered, inserted, strict=True) if record is None]
     found = {}
-    if earlier:
+    if existing:
         async with context.database.connection() as connection:
-            found = {run.id: run for run in await runs.find_all(connection, context.database.namespace, earlier)}
-    made = [record or found.get(each.id) for each, record in zip(triggered, inserted, strict=True)]
-    if None in made:
+            found = {run.id: run for run in await runs.find_all(connection, context.database.namespace, existing)}
+    complete = [record or found.get(each.id) for each, record in zip(triggered, inserted, strict=True)]
+    if None in complete:
         raise RunUnknown(
-            "the run of this key ended so long ago that it was just forgotten: send it again for a new one"
+            "the run of this key ended long ago and has just been deleted: send the request again for a new run"
         )
-    return [run for run in made if run is not None]
+    return [run for run in complete if run is not None]
 
 
-async def not_here(context: Context, name: str) -> FleetError:
-    """Say why an action that our code does not have cannot be triggered here: others have it, or nobody."""
+async def action_missing_here(context: Context, name: str) -> FleetError:
+    """Return the error for an action that is not in this instance's code: other instances may have it."""
     async with context.database.connection() as connection:
         try:
             found = await admin.find(connection, context.database.namespace, context.engine.catalogue, name)
         except ActionUnknown as unknown:
             return unknown
     if found.state == "vanished":
-        return ActionUnknown(f"no living instance has the action {name!r} in its code any more")
+        return ActionUnknown(
+            f"no living instance has the action {name!r} in its code any more: deploy a release that has it"
+        )
     return Unavailable(
-        f"this instance's release does not have the action {name!r}, and another's does: send it again shortly, or to "
-        f"one of {', '.join(found.standby[:3])}",
+        f"the release of this instance does not have the action {name!r}, but another release has it: send the request "
+        f"again shortly, or to one of {', '.join(found.standby[:3])}",
         retry_after=2,
     )
 
 
-async def not_these(context: Context, orders: Sequence[Order]) -> FleetError:
-    """Say of a batch which of its runs are of actions that our code does not have."""
+async def actions_missing_here(context: Context, orders: Sequence[Order]) -> FleetError:
+    """Return the error for a batch with actions that are not in this instance's code."""
     unknown = {number: each.action for number, each in enumerate(orders) if each.action not in context.engine.catalogue}
     for name in sorted(set(unknown.values())):
-        if isinstance(elsewhere := await not_here(context, name), Unavailable):
+        if isinstance(elsewhere := await action_missing_here(context, name), Unavailable):
             return elsewhere
     errors = [
         {"field": f"runs.{number}.action", "message": f"there is no action {name!r}"}
         for number, name in unknown.items()
     ]
-    return NotFound(f"{listed(errors)}. GET /actions lists those there are", errors=errors)
+    return NotFound(f"{listed(errors)}. GET /actions lists the existing actions", errors=errors)
 
 
-def misfits(context: Context, orders: Sequence[Order]) -> PayloadInvalid:
-    """Say of a batch which payloads do not fit."""
+def invalid_payloads(context: Context, orders: Sequence[Order]) -> PayloadInvalid:
+    """Return the error for a batch with invalid payloads."""
     errors: list[Mapping[str, Any]] = []
     for number, order in enumerate(orders):
         try:
             context.engine.catalogue[order.action].encode(order.payload)
-        except PayloadInvalid as wrong:
-            parts = wrong.errors or [{"field": "payload", "message": str(wrong)}]
+        except PayloadInvalid as error:
+            parts = error.errors or [{"field": "payload", "message": str(error)}]
             errors += [{**part, "field": f"runs.{number}.{part['field']}"} for part in parts]
         if len(errors) > MAX_LISTED_ERRORS:
             break
-    return PayloadInvalid(f"payloads do not fit their actions: {listed(errors)}", errors)
+    return PayloadInvalid(f"payloads are invalid for their actions: {listed(errors)}", errors)

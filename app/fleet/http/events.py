@@ -1,29 +1,29 @@
-"""Events as streams: what becomes of a run, and every change of state in the cluster.
+"""Server-Sent Events: the events of one run, and the feed of all state changes in the cluster.
 
     id: 3
     event: progress
     data: {"run":17,"seq":3,"kind":"progress","data":{"done":0.5,"text":null},"at":"…"}
 
-A run's stream begins with its first event, or after `Last-Event-ID` (or `?after=`, for a browser's EventSource, which
-sends the header only when it reconnects by itself). It goes on live and ends with `done`. The id is the event's number,
-so any instance can go on where another stopped. `done` has no id: it is not an event of the run, and a client that
-reconnects after it receives it again.
+The stream of a run begins with its first event, or after `Last-Event-ID`. (A browser's EventSource sends this header
+only when it reconnects by itself; `?after=` has the same meaning.) It continues with new events and ends with `done`.
+The id is the number of the event, so any instance can continue a stream. `done` has no id: it is not an event of the
+run, and a client that reconnects after `done` receives it again.
 
-The feed begins now, or after `Last-Event-ID`. Its ids number all changes of the cluster. A client that wants only some
-of them receives the id of what was left out with every heartbeat, so that it need not read all of it again when it
+The feed begins now, or after `Last-Event-ID`. Its ids number all changes in the cluster. A client that wants only some
+of the changes receives the current id with every heartbeat, so that it need not skip the same changes again when it
 reconnects. A client that reconnects too late receives `missed`.
 
-A stream ends early in these cases, each time with a `retry:` that spreads clients out; they reconnect to any instance
-and miss nothing: the instance drains (the edge ends it), the stream is old (`STREAM_AGE`), the client takes less than
-what comes. The connection of a client that reads nothing at all is cut (by the edge, too).
+A stream ends early in three cases: the instance drains (the edge ends the stream), the stream is older than
+`STREAM_AGE`, or the client reads more slowly than events arrive. Each time it ends with a `retry:` with jitter; the
+client reconnects to any instance and misses nothing. The edge also closes the connection of a client that reads nothing
+at all.
 
-An event is encoded once for all clients, by the first that needs it, and sent in pieces of about `PIECE` bytes. A
-client waits for its turn before each piece (`Pacer`), so that the event loop serves other requests between a few of
-them. Before a stream opens, it has waited for a turn too (at the edge), behind connections that are still to be
-accepted. What a client has not read is in the connection's buffers and the piece being sent, and nowhere else in
-memory.
+An event is encoded once for all clients, by the first stream that needs it, and sent in chunks of about `CHUNK_BYTES`.
+A stream waits for its turn after each chunk (`Pacer`), so that the event loop serves other requests in between. A new
+stream also waits for its turn before it opens (at the edge), behind connections that are not yet accepted. What a
+client has not read is in the buffers of its connection and in the chunk that is being sent, and nowhere else in memory.
 
-The number of streams is limited, for an instance and for a key: each is a connection that stays.
+The number of streams is limited for each instance and for each API key, because each stream keeps a connection open.
 """
 
 import asyncio
@@ -52,13 +52,13 @@ from app.fleet.stream.pacer import Pacer
 
 router = APIRouter(tags=["events"], dependencies=[Depends(needs())])
 
-COME_BACK = 5
-# No two streams end of old age in the same moment.
-AGES = (0.8, 1.2)
-# A stream in which nothing happens says so, to everything between it and its client.
+RETRY_AFTER = 5
+# Factors of STREAM_AGE: streams that began together do not end together.
+AGE_JITTER = (0.8, 1.2)
+# An idle stream sends a heartbeat after this time, so that no proxy between it and its client closes it.
 HEARTBEAT = 15.0
 MISSED = "missed"
-PIECE = 32_768
+CHUNK_BYTES = 32_768
 
 STREAM: dict[str, Any] = {
     "response_class": StreamingResponse,
@@ -67,12 +67,14 @@ STREAM: dict[str, Any] = {
         **problem_responses(400, 404),
     },
 }
-ID = "The id of the last event seen"
+ID = "The id of the last event that was received"
 
 
 async def last_seen(
     last: Annotated[str | None, Header(alias="Last-Event-ID", description=ID)] = None,
-    after: Annotated[str | None, Query(description=f"{ID}, for who cannot send the header, which goes first")] = None,
+    after: Annotated[
+        str | None, Query(description=f"{ID}, for clients that cannot send the header. The header takes precedence")
+    ] = None,
 ) -> str | None:
     return last or after
 
@@ -80,56 +82,56 @@ async def last_seen(
 LastSeen = Annotated[str | None, Depends(last_seen)]
 
 
-async def place(request: Request, context: InContext) -> AsyncIterator[None]:
-    """Take one of the places for streams, or refuse."""
-    settings, taken, key = context.settings, context.open_streams, key_of(request)
-    # Other requests need connections too.
-    most = min(settings.streams, context.connections.limit * 3 // 4)
-    if taken.total() >= most:
-        raise full(f"this instance has {most} streams open, which is as many as it may have")
-    if key is not None and taken[key] >= settings.streams_per_key:
-        raise full(f"this API key has {settings.streams_per_key} streams open here, which is as many as it may have")
-    taken[key] += 1
+async def stream_slot(request: Request, context: InContext) -> AsyncIterator[None]:
+    """Count this stream as open, or refuse it at the limit of the instance or of its API key."""
+    settings, open_streams, key = context.settings, context.open_streams, key_of(request)
+    # A quarter of the connections is left for other requests.
+    limit = min(settings.streams, context.connections.limit * 3 // 4)
+    if open_streams.total() >= limit:
+        raise limit_reached(f"this instance has {limit} streams open, which is its limit")
+    if key is not None and open_streams[key] >= settings.streams_per_key:
+        raise limit_reached(f"this API key has {settings.streams_per_key} streams open here, which is its limit")
+    open_streams[key] += 1
     try:
         yield
     finally:
-        taken[key] -= 1
-        if not taken[key]:
-            del taken[key]
+        open_streams[key] -= 1
+        if not open_streams[key]:
+            del open_streams[key]
 
 
 class EventStream(EventSourceResponse):
-    """The framework's, written to directly: a generator of the framework's own costs two tasks more for each client."""
+    """FastAPI's response, with encoded chunks: its own generators would cost two more tasks for each client."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], pacer: Pacer) -> None:
-        super().__init__(in_turn(pieces, pacer), headers={"x-accel-buffering": "no"})
+    def __init__(self, chunks: AsyncIterator[bytes], pacer: Pacer) -> None:
+        super().__init__(paced(chunks, pacer), headers={"x-accel-buffering": "no"})
 
 
-async def in_turn(pieces: AsyncIterator[bytes], pacer: Pacer) -> AsyncIterator[bytes]:
-    """Wait for this client's turn after each piece."""
-    async for piece in pieces:
-        yield piece
+async def paced(chunks: AsyncIterator[bytes], pacer: Pacer) -> AsyncIterator[bytes]:
+    """Wait for this stream's turn after each chunk."""
+    async for chunk in chunks:
+        yield chunk
         await pacer.wait()
 
 
 class Age:
-    """How long a stream may still go on."""
+    """The age of a stream, and the time until its next heartbeat or its end."""
 
     def __init__(self, context: Context) -> None:
         self.now = asyncio.get_running_loop().time
-        self._until = self.now() + context.settings.stream_age * random.uniform(*AGES)
+        self._until = self.now() + context.settings.stream_age * random.uniform(*AGE_JITTER)
 
     @property
     def is_over(self) -> bool:
         return self.now() >= self._until
 
     @property
-    def patience(self) -> float:
-        """How long to wait before there is something to say, if it is only that nothing happens."""
+    def timeout(self) -> float:
+        """The seconds to wait for an event until the next heartbeat or the end of the stream."""
         return max(0.0, min(self._until - self.now(), HEARTBEAT))
 
 
-# -- a run's ----------------------------------------------------------------------------------------------------------
+# -- the events of a run ----------------------------------------------------------------------------------------------
 
 
 async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> AsyncIterator[Follower[StoredEvent]]:
@@ -137,57 +139,59 @@ async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> Asy
         yield follower
 
 
-@router.get("/runs/{id}/events", dependencies=[Depends(place)], **STREAM)
+@router.get("/runs/{id}/events", dependencies=[Depends(stream_slot)], **STREAM)
 async def follow_run(
     follower: Annotated[Follower[StoredEvent], Depends(run_follower)], context: InContext, run_id: RunId
 ) -> EventStream:
-    """Follow a run: everything that became of it, then whatever becomes of it, until it ends."""
-    return EventStream(told(follower, number_of(run_id), Age(context)), context.stream.hub.pacer)
+    """Follow a run: its events so far, then each new one, until the run has ended."""
+    return EventStream(run_chunks(follower, number_of(run_id), Age(context)), context.stream.hub.pacer)
 
 
-async def told(follower: Follower[StoredEvent], run_id: int, age: Age) -> AsyncIterator[bytes]:
+async def run_chunks(follower: Follower[StoredEvent], run_id: int, age: Age) -> AsyncIterator[bytes]:
     while not follower.ended:
-        events = await follower.more(age.patience)
+        events = await follower.more(age.timeout)
         if events:
-            for piece in in_pieces(encoded_event(event, run_id) for event in events):
-                yield piece
+            for chunk in in_chunks(encoded_event(event, run_id) for event in events):
+                yield chunk
         elif not follower.ended:
             yield KEEPALIVE_COMMENT
         if follower.fell_behind:
-            yield come_back("you took less than what came")
+            yield reconnect("this client reads too slowly")
             return
         if age.is_over and not follower.ended:
-            yield come_back("this stream is old")
+            yield reconnect("this stream has reached its maximum age")
             return
     if follower.pruned:
-        yield come_back("the run was forgotten")
+        yield reconnect("the run was deleted")
     else:
-        yield in_words(None, DONE, as_json({"run": run_id}))
+        yield encoded(None, DONE, as_json({"run": run_id}))
 
 
 def encoded_event(event: StoredEvent, run_id: int) -> bytes:
     if event.encoded is None:
-        event.encoded = in_words(event.seq, event.kind, event.as_json(run_id))
+        event.encoded = encoded(event.seq, event.kind, event.as_json(run_id))
     return event.encoded
 
 
-# -- everybody's ------------------------------------------------------------------------------------------------------
+# -- the feed ---------------------------------------------------------------------------------------------------------
 
 
-async def wanted_actions(
+async def selected_actions(
     context: InContext,
-    action: Annotated[list[str] | None, Query(description="Of these actions only; may be repeated")] = None,
+    action: Annotated[list[str] | None, Query(description="Only changes of this action; may be repeated")] = None,
 ) -> set[int]:
-    wanted = set()
+    selected = set()
     for name in action or ():
         if (identifier := await context.stream.hub.action_id(name)) is None:
             raise admin.unknown(name)
-        wanted.add(identifier)
-    return wanted
+        selected.add(identifier)
+    return selected
 
 
-async def wanted_states(
-    state: Annotated[list[str] | None, Query(description="One or more, repeated or with commas between")] = None,
+async def selected_states(
+    state: Annotated[
+        list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
+    ] = None,
 ) -> set[str]:
     return set(states_of(state or ()))
 
@@ -197,20 +201,20 @@ async def feed_follower(context: InContext, seen: LastSeen) -> AsyncIterator[Fol
         yield follower
 
 
-@router.get("/events", dependencies=[Depends(place)], **STREAM)
+@router.get("/events", dependencies=[Depends(stream_slot)], **STREAM)
 async def follow_feed(
-    actions: Annotated[set[int], Depends(wanted_actions)],
-    states: Annotated[set[str], Depends(wanted_states)],
+    actions: Annotated[set[int], Depends(selected_actions)],
+    states: Annotated[set[str], Depends(selected_states)],
     follower: Annotated[Follower[Batch], Depends(feed_follower)],
     context: InContext,
 ) -> EventStream:
-    """Follow the cluster: every change of state of every run, from now on."""
+    """Follow the feed: every change of state of every run, from now on."""
     hub = context.stream.hub
-    return EventStream(told_of_all(follower, Wanted(actions, states, hub), Age(context)), hub.pacer)
+    return EventStream(feed_chunks(follower, Filter(actions, states, hub), Age(context)), hub.pacer)
 
 
-class Wanted:
-    """Which changes of the feed a client wants."""
+class Filter:
+    """Selects the changes of the feed that a client wants."""
 
     def __init__(self, actions: set[int], states: set[str], hub: Hub) -> None:
         self._actions = actions
@@ -218,11 +222,11 @@ class Wanted:
         self._hub = hub
 
     def of(self, batch: Batch, after: int) -> Sequence[bytes]:
-        """Return the changes of a batch above that number that the client wants, as they are sent."""
+        """Return the selected changes of a batch with a number above `after`, encoded."""
         if self._states and batch.state not in self._states:
             return ()
         if batch.encoded is None:
-            batch.encoded = [in_words(each.number, STATE, each.as_json(self._hub.names)) for each in batch.after(-1)]
+            batch.encoded = [encoded(each.number, STATE, each.as_json(self._hub.names)) for each in batch.after(-1)]
         begin = max(0, after + 1 - batch.first)
         if not self._actions:
             return batch.encoded[begin:] if begin else batch.encoded
@@ -230,64 +234,64 @@ class Wanted:
         return [change for change, action_id in pairs if action_id in self._actions]
 
 
-async def told_of_all(follower: Follower[Batch], wanted: Wanted, age: Age) -> AsyncIterator[bytes]:
-    # A client that has only just come has a number to come back with.
+async def feed_chunks(follower: Follower[Batch], selected: Filter, age: Age) -> AsyncIterator[bytes]:
+    # A client that has received no change yet needs an id to reconnect with.
     yield up_to(follower.seq)
-    spoke = age.now()
+    sent_at = age.now()
     over = False
     while not over:
-        # Asked before, so that even the oldest stream has said what was there when it began.
+        # Read first, so that even a stream that is too old sends the changes that existed when it began.
         over = age.is_over
         seen = follower.seq
-        for piece in in_pieces(changes(await follower.more(age.patience), wanted, seen)):
-            yield piece
-            spoke = age.now()
+        for chunk in in_chunks(changes(await follower.more(age.timeout), selected, seen)):
+            yield chunk
+            sent_at = age.now()
         if follower.fell_behind:
-            yield come_back("you took less than what came")
+            yield reconnect("this client reads too slowly")
             return
-        if age.now() - spoke >= HEARTBEAT:
+        if age.now() - sent_at >= HEARTBEAT:
             yield up_to(follower.seq)
-            spoke = age.now()
-    yield come_back("this stream is old")
+            sent_at = age.now()
+    yield reconnect("this stream has reached its maximum age")
 
 
-def changes(batches: Iterable[Batch], wanted: Wanted, seen: int) -> Iterator[bytes]:
-    """Yield what these batches have for a client that has seen everything up to that number."""
+def changes(batches: Iterable[Batch], selected: Filter, seen: int) -> Iterator[bytes]:
+    """Yield the selected changes for a client that has received everything up to the number `seen`."""
     for batch in batches:
         if (until := batch.missing(seen)) > seen:
-            yield in_words(until, MISSED, as_json({"after": seen, "until": until}))
-        yield from wanted.of(batch, seen)
+            yield encoded(until, MISSED, as_json({"after": seen, "until": until}))
+        yield from selected.of(batch, seen)
         seen = batch.seq
 
 
-# -- the wire ---------------------------------------------------------------------------------------------------------
+# -- the format -------------------------------------------------------------------------------------------------------
 
 
-def in_words(number: int | None, kind: str, data: str) -> bytes:
+def encoded(number: int | None, kind: str, data: str) -> bytes:
     return format_sse_event(data_str=data, event=kind, id=None if number is None else str(number))
 
 
-def in_pieces(words: Iterable[bytes]) -> Iterator[bytes]:
-    """Join what is small, and never so much that what a client does not read takes much memory."""
-    piece: list[bytes] = []
+def in_chunks(events: Iterable[bytes]) -> Iterator[bytes]:
+    """Join events to chunks: few writes, and little memory for a client that does not read."""
+    chunk: list[bytes] = []
     size = 0
-    for word in words:
-        piece.append(word)
-        size += len(word)
-        if size >= PIECE:
-            yield b"".join(piece)
-            piece, size = [], 0
-    if piece:
-        yield b"".join(piece)
+    for event in events:
+        chunk.append(event)
+        size += len(event)
+        if size >= CHUNK_BYTES:
+            yield b"".join(chunk)
+            chunk, size = [], 0
+    if chunk:
+        yield b"".join(chunk)
 
 
 def up_to(number: int) -> bytes:
-    """Nothing, and the number to come back with."""
+    """Return an empty event: only the id with which to reconnect."""
     return format_sse_event(id=str(number), comment="up to here")
 
 
-def come_back(why: str) -> bytes:
-    return format_sse_event(comment=f"{why}: come back", retry=random.randint(*RETRY_MS))
+def reconnect(reason: str) -> bytes:
+    return format_sse_event(comment=f"{reason}: reconnect", retry=random.randint(*RETRY_MS))
 
 
 def as_json(value: object) -> str:
@@ -298,9 +302,11 @@ def after_of(seen: str | None, digits: int) -> int | None:
     if not seen:
         return None
     if not re.fullmatch(rf"[0-9]{{1,{digits}}}", seen):
-        raise HttpError("`Last-Event-ID`, or `after`, is the id of the last event you have seen, a whole number")
+        raise HttpError(
+            "`Last-Event-ID` (or `after`) must be the id of the last event that was received, a whole number"
+        )
     return int(seen)
 
 
-def full(why: str) -> Unavailable:
-    return Unavailable(f"{why}: try again shortly, or at another instance", retry_after=COME_BACK)
+def limit_reached(reason: str) -> Unavailable:
+    return Unavailable(f"{reason}: try again shortly, or at another instance", retry_after=RETRY_AFTER)

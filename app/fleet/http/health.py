@@ -1,7 +1,7 @@
-"""The three questions an orchestrator asks: is it alive, is it ready, and who is there.
+"""Health over HTTP: whether this instance is alive, whether it is ready, and which instances there are.
 
-`/health/live` does no I/O: a database that is away is no reason to restart every instance. `/health/ready` is about
-this instance alone (`readiness.py`). Both are open to everyone, and say their status and nothing of the inside.
+`/health/live` does no I/O: a database outage is no reason to restart every instance. `/health/ready` is about this
+instance alone (`edge/readiness.py`). Both need no API key, and show the status and no internals.
 """
 
 from datetime import datetime
@@ -66,13 +66,13 @@ class InstancesView(BaseModel):
 
 @probes.get("/live")
 async def live() -> Alive:
-    """Answer that the process runs. No I/O."""
+    """Confirm that the process runs. Does no I/O."""
     return Alive()
 
 
 @probes.get("/ready", response_model_exclude_none=True, responses={503: {"model": Backlog}})
 async def ready(context: InContext, response: Response) -> Backlog:
-    """Say whether this instance should be sent requests."""
+    """Report whether this instance should receive requests."""
     lifecycle = context.lifecycle
     if lifecycle.phase is not Phase.READY:
         answer = Backlog(status=lifecycle.phase, reason=lifecycle.reason)
@@ -86,7 +86,7 @@ async def ready(context: InContext, response: Response) -> Backlog:
 
 @cluster.get("/instances")
 async def instances(context: InContext) -> InstancesView:
-    """List the living instances, those gone within the last minutes, and what should not be."""
+    """List the living instances, those that were declared gone within the last minutes, and the anomalies."""
     member = context.member
     rows = await member.instances()
     locks = await lock_names(context.database)

@@ -1,20 +1,21 @@
-"""A request that is sent again is not done again: `Idempotency-Key`.
+"""`Idempotency-Key`: a request that is sent again with the same key creates no second run.
 
-The key of a request becomes the key of its run, taken in the transaction that inserts the run
-(`engine/enqueue/trigger.py`): either both are there or neither. Sent again, it finds that run; sent again with another
-body, which its digest tells, it is refused.
+Guarantee: at most one run for a key, as long as the run is stored.
+    The key of the request becomes the key of its run. The transaction that inserts the run also inserts the key
+    (`engine/enqueue/trigger.py`). A repeated request finds the key and returns that run. The digest of the request is
+    stored too: a request with the same key and another body is refused.
 
-    a second one while the first is at work    waits for its turn, up to `PATIENCE`, then is told to ask again
-    the first one's instance dies              its transaction ends, and with it its turn and its key
-    the answer is lost on its way              the client sends it again and has the same run
-    the connection to the database breaks      the instance does it again itself (`engine/enqueue/confirm.py`)
+    a second request while the first one runs    waits for up to `TIMEOUT`, then is refused with `key-in-flight`
+    the instance of the first request dies       its transaction rolls back, which releases the lock and the key
+    the response is lost                         the client sends the request again and receives the same run
+    the connection to the database breaks        the instance repeats the statement (`engine/enqueue/confirm.py`)
 
-A batch has one key for many runs. Each run without a key of its own gets one made from it and from its place; a row
-beside those of its runs holds the digest of the whole, so that another batch is refused even if it has no action in
-common with the first. All of it is remembered for as long as the runs are.
+A batch has one key for many runs. Each run without its own key receives one that is derived from the batch's key and
+the run's position. One more row holds the digest of the whole batch, so that another batch with this key is refused
+even if the two have no action in common.
 
-A turn is an advisory lock of the transaction, and so is nothing that anyone could forget to give back. Waiting does not
-keep a connection.
+While a request is processed, its transaction holds an advisory lock for the key. The end of the transaction releases
+the lock, so no lock can be left behind. A request that waits for the lock holds no connection.
 """
 
 import asyncio
@@ -33,10 +34,10 @@ from app.fleet.engine.enqueue.trigger import Order, take_turn
 from app.fleet.errors import KeyInFlight, KeyReused
 from app.fleet.http.fields import Key
 
-PATIENCE = 0.5
-AGAIN = 0.025
+TIMEOUT = 0.5
+RETRY_INTERVAL = 0.025
 
-# Under the action 0, which there is not.
+# The row belongs to action 0, which does not exist.
 REMEMBER_BATCH = Statement("""
 INSERT INTO {schema}.run_keys AS k (action_id, key, run_id, digest)
 VALUES (0, %(key)s, %(run)s, %(digest)s)
@@ -47,24 +48,24 @@ RETURNING digest
 
 IdempotencyKey = Annotated[
     Key | None,
-    Header(alias="Idempotency-Key", description="Sent again with the same key, a request has the same answer"),
+    Header(alias="Idempotency-Key", description="A request that is sent again with the same key has the same response"),
 ]
 
 
 @asynccontextmanager
-async def turn(database: Database, key: str) -> AsyncIterator[Connection]:
-    """Borrow a connection, in whose transaction nobody else is working on a request with this key."""
+async def locked_connection(database: Database, key: str) -> AsyncIterator[Connection]:
+    """Yield a connection whose transaction holds the lock of this key."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + PATIENCE
+    deadline = loop.time() + TIMEOUT
     while True:
         async with database.connection() as connection:
-            if await is_ours(connection, database.namespace, key, last_try=loop.time() >= deadline):
+            if await try_lock(connection, database.namespace, key, last_try=loop.time() >= deadline):
                 yield connection
                 return
-        await asyncio.sleep(AGAIN)
+        await asyncio.sleep(RETRY_INTERVAL)
 
 
-async def is_ours(connection: Connection, namespace: Namespace, key: str, *, last_try: bool) -> bool:
+async def try_lock(connection: Connection, namespace: Namespace, key: str, *, last_try: bool) -> bool:
     try:
         await take_turn(connection, namespace, key)
     except KeyInFlight:
@@ -75,32 +76,33 @@ async def is_ours(connection: Connection, namespace: Namespace, key: str, *, las
 
 
 def digest(orders: Sequence[Order]) -> str:
-    """Tell whether two requests want the same, however their bodies were written."""
-    wanted = [
+    """Return a digest that is equal for two requests if they order the same runs, however their bodies are written."""
+    values = [
         [each.action, each.payload, each.key, each.run_at and each.run_at.timestamp(), each.priority]
-        # Not where there is none: digests are compared with those of releases that did not know it.
+        # Left out if unset: digests of earlier releases, which did not have it, must stay equal.
         + ([] if each.ordering_key is None else [each.ordering_key])
         for each in orders
     ]
-    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def keyed(orders: Sequence[Order], key: str, wanted: str) -> list[Order]:
-    """Give each order that has no key one that is made from the batch's."""
-    # Of a length that does not depend on the key's.
+def keyed(orders: Sequence[Order], key: str, batch_digest: str) -> list[Order]:
+    """Give each order without a key one that is derived from the batch's key."""
+    # Hashed, so that its length does not depend on the key's.
     stem = hashlib.sha256(key.encode()).hexdigest()
     return [
-        each if each.key is not None else replace(each, key=f"batch:{stem}:{number}", digest=wanted)
+        each if each.key is not None else replace(each, key=f"batch:{stem}:{number}", digest=batch_digest)
         for number, each in enumerate(orders)
     ]
 
 
-async def remember_batch(connection: Connection, namespace: Namespace, key: str, wanted: str, first_run: int) -> None:
-    """Hold what a batch was, for as long as its first run is remembered."""
-    values = {"key": f"batch:{key}", "run": first_run, "digest": wanted}
+async def store_batch(
+    connection: Connection, namespace: Namespace, key: str, batch_digest: str, first_run: int
+) -> None:
+    """Store the digest of a batch for as long as its first run is stored; refuse another batch with this key."""
+    values = {"key": f"batch:{key}", "run": first_run, "digest": batch_digest}
     row = await (await connection.execute(namespace.sql(REMEMBER_BATCH), values)).fetchone()
-    if row != (wanted,):
+    if row != (batch_digest,):
         raise KeyReused(
-            "another batch came with this Idempotency-Key before, and its body was different: a new request needs a "
-            "new key"
+            "another batch with a different body was sent with this Idempotency-Key: use a new key for a new request"
         )

@@ -1,4 +1,4 @@
-"""Locks over HTTP: who holds which, and an operator's way to end it (`coordination/locks/admin.py`)."""
+"""Locks over HTTP: list the held locks, and release one by force (`coordination/locks/admin.py`)."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -28,7 +28,7 @@ LOCK_LIST = TypeAdapter(LockList)
 
 @router.get("", response_model=LockList)
 async def list_locks(context: InContext) -> Response:
-    """List the locks that are held: by whom, since when, with which token, and how many wait."""
+    """List the held locks: the holder, since when, the fencing token, and the number of waiters."""
     async with context.database.connection() as connection:
         return answer(LOCK_LIST, LockList(list(await admin.list_locks(connection, context.database.namespace))))
 
@@ -37,12 +37,12 @@ async def list_locks(context: InContext) -> Response:
     "/{name:path}", response_model=LockRecord, dependencies=[Depends(needs("admin"))], responses=problem_responses(409)
 )
 async def release(
-    name: Annotated[LockName, Path(description="Its name; it may have slashes in it")],
-    reason: Annotated[ReleaseReason, Query(description="Why; it is kept")],
+    name: Annotated[LockName, Path(description="The name of the lock; it may contain slashes")],
+    reason: Annotated[ReleaseReason, Query(description="The reason, which is stored")],
     context: InContext,
     request: Request,
 ) -> Response:
-    """Release a lock whoever holds it. What its holder still guards by it is refused; who did it, and why, is kept."""
+    """Release a lock by force. Later writes of its holder are rejected. The API key and the reason are stored."""
     by = f"API key {key}" if (key := name_of_key(context, key_of(request))) else "the API, without a key"
     async with context.database.connection() as connection:
         record = await admin.force_release(connection, context.database.namespace, name, reason=reason, by=by)

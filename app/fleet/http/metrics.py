@@ -1,4 +1,4 @@
-"""`GET /metrics`: the figures of this instance, for Prometheus. What they mean is in `telemetry/metrics.py`."""
+"""`GET /metrics`: the metrics of this instance, for Prometheus. `telemetry/metrics.py` defines each of them."""
 
 from collections.abc import Mapping
 from typing import get_args
@@ -20,7 +20,7 @@ router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
 
 @router.get("/metrics", response_class=Response)
 async def metrics(context: InContext) -> Response:
-    """Return the figures of this instance in Prometheus' text format."""
+    """Return the metrics of this instance in the text format of Prometheus."""
     return Response(generate_latest(FleetCollector().fill(values(context))), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -81,6 +81,6 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_requests_abandoned_total": context.abandoned,
         "flotilla_connections": context.connections.open,
         "flotilla_connections_limit": context.connections.limit,
-        "flotilla_connections_closed_total": {(why,): context.connections.closed[why] for why in REASONS},
+        "flotilla_connections_closed_total": {(reason,): context.connections.closed[reason] for reason in REASONS},
         "flotilla_shutdown_step_seconds": {(step,): seconds for step, seconds in context.shutdown_seconds.items()},
     }

@@ -1,7 +1,8 @@
-"""Runs over HTTP: trigger many at once, see them, cancel one, have one tried again.
+"""Runs over HTTP: create many at once, list and show them, cancel and retry them.
 
-A page of runs is a slice by id, newest first, and its cursor is the last id, written so that nobody takes it for one:
-runs that come or go meanwhile neither repeat nor hide others. What a list has of a run is in `runs/pages.py`.
+A page of runs is a range of ids, newest first. Its cursor is the last id, encoded so that clients treat it as opaque.
+Runs that are created or deleted meanwhile therefore neither repeat nor hide others. `runs/pages.py` defines what a list
+contains of each run.
 """
 
 import base64
@@ -25,10 +26,10 @@ from app.fleet.http.bodies import (
     RUN,
     BatchedRun,
     NewRuns,
+    actions_missing_here,
     answer,
     described,
-    misfits,
-    not_these,
+    invalid_payloads,
     read,
     records,
 )
@@ -47,10 +48,9 @@ from app.fleet.stream.relay import CHANGED
 
 router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
 
-GREATEST_ID = 2**63 - 1
-RETRIED_MOST = 10_000
-# How many bytes a page of runs has at most.
-PAGE_MOST = 1_000_000
+MAX_ID = 2**63 - 1
+MAX_RETRIED = 10_000
+MAX_PAGE_BYTES = 1_000_000
 STATES = TypeAdapter(list[State])
 
 RunId = Annotated[str, Path(alias="id", description="A whole number")]
@@ -67,29 +67,29 @@ class RunPage:
     next_cursor: str | None
 
 
-class RetryWanted(BaseModel):
-    """Which runs are to be tried again."""
+class RetryFilter(BaseModel):
+    """The runs to retry."""
 
     model_config = ConfigDict(extra="forbid")
 
     action: str
     state: Annotated[list[Again], Field(min_length=1)] = ["failed"]
-    # How long ago they ended: at most, and at least.
+    # The runs ended at most `since` ago and at least `until` ago.
     since: Ago = None
     until: Ago = None
-    limit: Annotated[int, Field(ge=1, le=RETRIED_MOST)] = RETRIED_MOST
+    limit: Annotated[int, Field(ge=1, le=MAX_RETRIED)] = MAX_RETRIED
 
 
 @dataclass(frozen=True)
 class Retried:
     retried: int
-    # There may be more: ask again.
+    # More runs may match: send the request again.
     more: bool
-    # Of an action with overlap="skip": how many were not tried again, because one run of it at a time is active.
+    # Runs that were not retried, because the action has overlap="skip" and one run is active.
     left_out: Annotated[int, Field(exclude_if=lambda value: not value)] = 0
 
 
-RETRY_WANTED = TypeAdapter(RetryWanted)
+RETRY_FILTER = TypeAdapter(RetryFilter)
 RETRIED = TypeAdapter(Retried)
 RUN_LIST = TypeAdapter(RunList)
 RUN_PAGE = TypeAdapter(RunPage)
@@ -101,45 +101,45 @@ LISTED_RUN = TypeAdapter(ListedRun)
     status_code=202,
     response_model=RunList,
     responses={
-        200: {"model": RunList, "description": "The runs that these keys have made before"},
+        200: {"model": RunList, "description": "The runs that an earlier request with this key created"},
         **problem_responses(404, 409),
     },
     openapi_extra=described(NewRuns, runs=BatchedRun),
 )
 async def trigger_many(request: Request, context: InContext, idempotency_key: IdempotencyKey = None) -> Response:
-    """Have many runs, of any actions, all or none; they are returned in the same order."""
+    """Create many runs of any actions, all or none; they are returned in the same order."""
     orders = (await read(request, NEW_RUNS)).orders()
     try:
         triggered = await trigger(context, orders, idempotency_key)
     except ActionUnknown:
-        raise await not_these(context, orders) from None
+        raise await actions_missing_here(context, orders) from None
     except PayloadInvalid:
-        raise misfits(context, orders) from None
+        raise invalid_payloads(context, orders) from None
     set_subject(request, f"{len(triggered)} runs from {min(each.id for each in triggered)}")
-    made = await records(context, triggered)
-    return answer(RUN_LIST, RunList(made), 202 if any(each.new for each in triggered) else 200)
+    created = await records(context, triggered)
+    return answer(RUN_LIST, RunList(created), 202 if any(each.new for each in triggered) else 200)
 
 
 @router.post(
-    "/runs:retry", response_model=Retried, responses=problem_responses(404), openapi_extra=described(RetryWanted)
+    "/runs:retry", response_model=Retried, responses=problem_responses(404), openapi_extra=described(RetryFilter)
 )
 async def retry_many(request: Request, context: InContext) -> Response:
-    """Have runs of an action tried again that failed, or were cancelled, within some time; up to `limit` of them."""
-    wanted = await read(request, RETRY_WANTED)
+    """Retry runs of an action that failed or were cancelled within a period; at most `limit` of them."""
+    selection = await read(request, RETRY_FILTER)
     namespace = context.database.namespace
     async with context.database.autocommit() as connection:
-        action_id = await admin.id_of(connection, namespace, wanted.action)
+        action_id = await admin.id_of(connection, namespace, selection.action)
         done = await runs.retry_many(
             connection,
             namespace,
             action_id,
-            states=wanted.state,
-            since=wanted.since,
-            until=wanted.until,
-            most=wanted.limit,
+            states=selection.state,
+            since=selection.since,
+            until=selection.until,
+            most=selection.limit,
         )
-    set_subject(request, f"{wanted.action} {done.many} runs")
-    more = done.many == wanted.limit and not done.left_out
+    set_subject(request, f"{selection.action} {done.many} runs")
+    more = done.many == selection.limit and not done.left_out
     return answer(RETRIED, Retried(done.many, more, done.left_out))
 
 
@@ -147,20 +147,22 @@ async def retry_many(request: Request, context: InContext) -> Response:
 async def list_runs(
     context: InContext,
     action: str | None = None,
-    state: Annotated[list[str] | None, Query(description="One or more, repeated or with commas between")] = None,
+    state: Annotated[
+        list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     cursor: str | None = None,
 ) -> Response:
-    """List runs, newest first, with extracts of what is long; a page ends early at 1 MB."""
+    """List runs, newest first, with extracts of long payloads and results. A page has at most 1 MB."""
     states, before = states_of(state or ()), before_of(cursor)
     namespace = context.database.namespace
     async with context.database.connection() as connection:
         action_id = None if action is None else await admin.id_of(connection, namespace, action)
-        # One more than wanted says whether there is another page.
+        # One more than requested, to know whether there is another page.
         found = await pages.find_page(
             connection, namespace, action_id=action_id, states=states, limit=limit + 1, before=before
         )
-    items = within(PAGE_MOST, found[:limit])
+    items = first_bytes(found[:limit], MAX_PAGE_BYTES)
     return answer(RUN_PAGE, RunPage(items, cursor_at(items[-1].id) if len(found) > len(items) else None))
 
 
@@ -174,7 +176,7 @@ async def show_run(run_id: RunId, context: InContext) -> Response:
 
 @router.post("/runs/{id}/cancel", response_model=RunRecord, responses=problem_responses(400, 409))
 async def cancel_run(run_id: RunId, context: InContext) -> Response:
-    """Cancel a run: at once if it waits; if it runs, as soon as its instance, wherever that is, has heard of it."""
+    """Cancel a run: a pending one at once, a running one as soon as its instance has received the request."""
     number = number_of(run_id)
     async with context.database.autocommit() as connection:
         cancelled = await runs.cancel(connection, context.database.namespace, number)
@@ -184,7 +186,7 @@ async def cancel_run(run_id: RunId, context: InContext) -> Response:
 
 @router.post("/runs/{id}/retry", response_model=RunRecord, responses=problem_responses(400, 409))
 async def retry_run(run_id: RunId, context: InContext) -> Response:
-    """Have a run tried again that failed or was cancelled; one that waits for a later time is tried now."""
+    """Retry a run that failed or was cancelled; a pending run that waits for a later time becomes due now."""
     number = number_of(run_id)
     async with context.database.autocommit() as connection:
         return answer(RUN, await runs.retry(connection, context.database.namespace, number))
@@ -194,22 +196,22 @@ async def trigger(context: Context, orders: Sequence[Order], key: str | None) ->
     triggers, database = context.engine.triggers, context.database
     if key is None:
         return await confirm.trigger(triggers, orders, by="api")
-    wanted = idempotency.digest(orders)
+    digest = idempotency.digest(orders)
 
-    async def in_turn() -> list[Triggered]:
-        async with idempotency.turn(database, f"runs:batch:{key}") as connection:
-            done = await triggers.trigger(idempotency.keyed(orders, key, wanted), connection, by="api")
-            await idempotency.remember_batch(connection, database.namespace, key, wanted, done[0].id)
+    async def with_lock() -> list[Triggered]:
+        async with idempotency.locked_connection(database, f"runs:batch:{key}") as connection:
+            done = await triggers.trigger(idempotency.keyed(orders, key, digest), connection, by="api")
+            await idempotency.store_batch(connection, database.namespace, key, digest, done[0].id)
             return done
 
-    return await confirm.repeated(in_turn)
+    return await confirm.repeated(with_lock)
 
 
 def number_of(run_id: str) -> int:
     if not re.fullmatch(r"[0-9]+", run_id):
-        raise HttpError("the id of a run is a whole number, as `id` of a run has it")
-    if len(run_id) > len(str(GREATEST_ID)) or int(run_id) > GREATEST_ID:
-        raise RunUnknown("there is no run of that id, and none before it either: ids have not come that far")
+        raise HttpError("the id of a run is a whole number: use the `id` of a run as it is")
+    if len(run_id) > len(str(MAX_ID)) or int(run_id) > MAX_ID:
+        raise RunUnknown("there is no run with this id, and there has never been one: no id is that high")
     return int(run_id)
 
 
@@ -217,17 +219,17 @@ def states_of(given: Sequence[str]) -> list[State]:
     try:
         return STATES.validate_python([state.strip() for each in given for state in each.split(",")])
     except ValidationError:
-        message = f"a state is one of {', '.join(get_args(State))}"
+        message = f"must be one of {', '.join(get_args(State))}"
         raise RequestValidationError([{"loc": ("query", "state"), "msg": message}]) from None
 
 
-def within(most: int, items: Sequence[ListedRun]) -> list[ListedRun]:
-    """Return the first of these, up to so many bytes; the first in any case, so that each page has a next one."""
+def first_bytes(items: Sequence[ListedRun], max_bytes: int) -> list[ListedRun]:
+    """Return the first runs, up to this number of bytes, and at least one, so that paging always advances."""
     fitting: list[ListedRun] = []
     size = 0
     for item in items:
         size += len(LISTED_RUN.dump_json(item))
-        if fitting and size > most:
+        if fitting and size > max_bytes:
             break
         fitting.append(item)
     return fitting
@@ -244,6 +246,6 @@ def before_of(cursor: str | None) -> int | None:
         found = re.fullmatch(rb"before ([0-9]{1,19})", base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (binascii.Error, ValueError):
         found = None
-    if found is None or int(found[1]) > GREATEST_ID:
-        raise HttpError("this cursor is none of ours: take `next_cursor` of the page before, as it is, or none at all")
+    if found is None or int(found[1]) > MAX_ID:
+        raise HttpError("invalid cursor: pass `next_cursor` of the previous page unchanged, or omit it")
     return int(found[1])

@@ -1,7 +1,8 @@
-"""One transaction for each request: `session: InSession` in a route, and nothing to commit.
+"""One transaction for each request: a route declares `session: InSession`, and does not commit.
 
-It is committed when the route's function has returned and before the first byte of the response is sent: what a client
-was told happened, has. An error, the refusal of the commit included, rolls everything back and is what the client gets.
+The transaction is committed after the route's function has returned and before the first byte of the response is sent,
+so a response never reports what was not committed. An error rolls everything back and becomes the response; a commit
+that fails is such an error.
 """
 
 from collections.abc import AsyncIterator
@@ -18,5 +19,5 @@ async def session_of(context: InContext) -> AsyncIterator[AsyncSession]:
         yield session
 
 
-# `function`, because the default would commit after the response.
+# Scope `function`: with the default scope, the commit would come after the response.
 InSession = Annotated[AsyncSession, Depends(session_of, scope="function")]
