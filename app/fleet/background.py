@@ -48,7 +48,7 @@ class Service:
     def __init__(self) -> None:
         self._started = False
         self._stopped = False
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     @property
     def running(self) -> bool:
@@ -56,7 +56,7 @@ class Service:
 
     @final
     async def start(self) -> None:
-        async with self._turn:
+        async with self._lock:
             if self._started or self._stopped:
                 return
             self._started = True
@@ -64,7 +64,7 @@ class Service:
 
     @final
     async def stop(self) -> None:
-        async with self._turn:
+        async with self._lock:
             if not self._started or self._stopped:
                 self._stopped = True
                 return

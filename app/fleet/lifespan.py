@@ -132,7 +132,7 @@ async def start_up(context: Context, signals: Signals, started: list[Service]) -
         # The objects that exist now are kept for ever; a full collection over them would block the event loop for long.
         gc.collect()
         gc.freeze()
-    # The instance's row first: a client that a probe told "ready" finds it there.
+    # The instance's row before the probes: a client that has seen 200 from a probe finds the row ready too.
     await member.announce(Phase.READY)
     await engine.tell_members()
     context.lifecycle.ready()

@@ -31,7 +31,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class NewRun(BaseModel):
-    """The order of one run. Defaults: `run_at` now; `priority` that of the action; `ordering_key` none (unordered)."""
+    """The order of one run. By default it runs now, with the priority of its action, and unordered."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

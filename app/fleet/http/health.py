@@ -25,7 +25,7 @@ class Alive(BaseModel):
     status: Literal["alive"] = "alive"
 
 
-class Backlog(BaseModel):
+class Ready(BaseModel):
     status: Phase | Literal["unavailable"]
     reason: str | None = None
 
@@ -70,23 +70,23 @@ async def live() -> Alive:
     return Alive()
 
 
-@probes.get("/ready", response_model_exclude_none=True, responses={503: {"model": Backlog}})
-async def ready(context: InContext, response: Response) -> Backlog:
+@probes.get("/ready", response_model_exclude_none=True, responses={503: {"model": Ready}})
+async def ready(context: InContext, response: Response) -> Ready:
     """Report whether this instance should receive requests."""
     lifecycle = context.lifecycle
     if lifecycle.phase is not Phase.READY:
-        answer = Backlog(status=lifecycle.phase, reason=lifecycle.reason)
+        answer = Ready(status=lifecycle.phase, reason=lifecycle.reason)
     elif obstacle := await context.readiness.obstacle():
-        answer = Backlog(status="unavailable", reason=obstacle)
+        answer = Ready(status="unavailable", reason=obstacle)
     else:
-        return Backlog(status=Phase.READY)
+        return Ready(status=Phase.READY)
     response.status_code = 503
     return answer
 
 
 @cluster.get("/instances")
 async def instances(context: InContext) -> InstancesView:
-    """List the living instances, those that were declared gone within the last minutes, and the anomalies."""
+    """List the living instances, the instances that were declared gone within the last minutes, and the anomalies."""
     member = context.member
     rows = await member.instances()
     locks = await lock_names(context.database)

@@ -10,8 +10,8 @@ Guarantee: at most one run for a key, as long as the run is stored.
     the response is lost                         the client sends the request again and receives the same run
     the connection to the database breaks        the instance repeats the statement (`engine/enqueue/confirm.py`)
 
-A batch has one key for many runs. Each run without its own key receives one that is derived from the batch's key and
-the run's position. One more row holds the digest of the whole batch, so that another batch with this key is refused
+A batch has one key for many runs. For a run without its own key, a key is derived from the batch's key and the run's
+position. One more row holds the digest of the whole batch, so that another batch with this key is refused
 even if the two have no action in common.
 
 While a request is processed, its transaction holds an advisory lock for the key. The end of the transaction releases
@@ -87,7 +87,7 @@ def digest(orders: Sequence[Order]) -> str:
 
 
 def keyed(orders: Sequence[Order], key: str, batch_digest: str) -> list[Order]:
-    """Give each order without a key one that is derived from the batch's key."""
+    """Return the orders; each one without a key has a key that is derived from the batch's."""
     # Hashed, so that its length does not depend on the key's.
     stem = hashlib.sha256(key.encode()).hexdigest()
     return [

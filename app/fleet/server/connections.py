@@ -1,7 +1,7 @@
 """All client connections of this process: how many may be open, and which one makes room for a new one.
 
 At most CONNECTIONS connections are open, and fewer if the process may not open that many files. At the limit, each new
-connection replaces the oldest one that has no complete request. If all connections have one, up to `SURPLUS` more are
+connection replaces the oldest one without a complete request. If all have a complete request, up to `SURPLUS` more are
 accepted, and the edge answers them with 503 unless they request `/health/live` or `/health/ready`. So probes are
 answered whatever clients do.
 """

@@ -57,14 +57,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, with limits. One object for each connection."""
 
     __slots__ = (
-        "_body_size", "_is_silent", "_last_byte", "_last_read", "_refused", "_settings", "_shared", "_since", "_stage",
-        "_undelivered", "_unsent", "_upgraded",
+        "_all_connections", "_body_size", "_is_silent", "_last_byte", "_last_read", "_refused", "_settings", "_since",
+        "_stage", "_undelivered", "_unsent", "_upgraded",
     )  # fmt: skip
 
-    def __init__(self, shared: "Connections", **given: Any) -> None:
-        super().__init__(**given)
-        self._shared = shared
-        self._settings = shared.settings
+    def __init__(self, all_connections: "Connections", **options: Any) -> None:
+        super().__init__(**options)
+        self._all_connections = all_connections
+        self._settings = all_connections.settings
         # HEADER_TIMEOUT of a new connection begins now, not with its first byte.
         self._stage = Stage.HEADERS
         self._since = self._last_byte = self._last_read = self.loop.time()
@@ -80,11 +80,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self._shared.admit(self)
+        self._all_connections.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._shared.forget(self)
+        self._all_connections.forget(self)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -96,9 +96,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             room = self._settings.max_header + 1 - self._undelivered
             piece, data = data[:room], data[room:]
             self._parse(piece)
-        if self._stage is Stage.HEADERS and self in self._shared.idle:
-            del self._shared.idle[self]
-            self._shared.incomplete[self] = None
+        if self._stage is Stage.HEADERS and self in self._all_connections.idle:
+            del self._all_connections.idle[self]
+            self._all_connections.incomplete[self] = None
 
     def _parse(self, piece: bytes) -> None:
         self._undelivered += len(piece)
@@ -113,17 +113,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(self._refused or Refused("malformed", 400, "this is not a valid HTTP request"))
         if self._undelivered > self._settings.max_header:
             limit = self._settings.max_header
-            self._refuse(
-                Refused(
-                    "header_size",
-                    431,
-                    f"the request's headers are larger than {limit} bytes: send fewer or shorter ones",
-                )
-            )
+            self._refuse(Refused("header_size", 431, f"the headers are larger than {limit} bytes: send less"))
 
     def handle_websocket_upgrade(self) -> None:
         self._upgraded = True
-        self._shared.forget(self)
+        self._all_connections.forget(self)
         super().handle_websocket_upgrade()
 
     # -- the parser's callbacks ---------------------------------------------------------------------------------------
@@ -140,7 +134,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._undelivered = 0
         self._stage, self._since, self._body_size = Stage.BODY, self._last_byte, 0
-        self._shared.forget(self)
+        self._all_connections.forget(self)
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             self._refused = Refused(
@@ -170,12 +164,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._wait_for_request()
         else:
             # Answered before the whole body arrived. The application does not wait for the rest.
-            self._shared.incomplete[self] = None
+            self._all_connections.incomplete[self] = None
 
     def _wait_for_request(self) -> None:
         self._stage = Stage.IDLE
-        self._shared.forget(self)
-        self._shared.idle[self] = None
+        self._all_connections.forget(self)
+        self._all_connections.idle[self] = None
 
     # -- the limits ---------------------------------------------------------------------------------------------------
 
@@ -192,13 +186,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self._is_silent:
                 self.reset("silent")
             else:
-                self._refuse(
-                    Refused(
-                        "slow_header",
-                        408,
-                        "the request's headers did not arrive in time: send them faster, or on a new connection",
-                    )
-                )
+                self._refuse(Refused("slow_header", 408, "the headers did not arrive in time: send them faster"))
         elif self._stage is Stage.BODY:
             self._check_body(now)
 
@@ -209,16 +197,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._since += SWEEP_INTERVAL
             self._last_byte = now
         elif now - self._last_byte >= timeout or now - self._since >= timeout + self._body_size / BODY_RATE:
-            self._refuse(
-                Refused(
-                    "slow_body",
-                    408,
-                    "the request's body did not arrive in time: send it faster, or in smaller requests",
-                )
-            )
+            self._refuse(Refused("slow_body", 408, "the body did not arrive in time: send it faster, or less at once"))
 
     def _reads_nothing(self, now: float) -> bool:
-        """Whether bytes wait to be sent, and the client has read none of them for TRANSFER_TIMEOUT."""
+        """Whether bytes wait to be sent and the client has read none of them for TRANSFER_TIMEOUT."""
         unsent, before = self.transport.get_write_buffer_size(), self._unsent
         self._unsent = unsent
         # During a response, the application may have added as many bytes as the client read, unless writing is paused.
@@ -231,10 +213,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Close the connection, and answer with the reason unless a response to this request has begun."""
         if self.transport.is_closing():
             return
-        self._shared.count(refused.reason)
+        self._all_connections.count(refused.reason)
         cycle = self.cycle
-        begun = self._stage is Stage.BODY and not self.pipeline and not cycle.response_started
-        if begun or self._stage is Stage.HEADERS:
+        unanswered = self._stage is Stage.BODY and not self.pipeline and not cycle.response_started
+        if unanswered or self._stage is Stage.HEADERS:
             self.transport.write(problem(refused.status, refused.detail))
         if cycle is not None and not cycle.response_complete:
             # The application sees a disconnect, and what it still sends is discarded.
@@ -244,8 +226,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def reset(self, reason: str) -> None:
         """Close the connection at once and discard what is still to be sent."""
-        self._shared.count(reason)
-        self._shared.forget(self)
+        self._all_connections.count(reason)
+        self._all_connections.forget(self)
         self.connections.discard(self)
         self.transport.abort()
 

@@ -1,1 +1,1 @@
-"""What every request passes: limits, authentication and audit before the route, problems after it."""
+"""The edge: every request passes its limits, authentication and audit; every error leaves it as a problem."""

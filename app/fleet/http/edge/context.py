@@ -1,4 +1,4 @@
-"""What a request can use: the settings, and the services of this instance once they have started."""
+"""The context of all requests: the settings, and the services of this instance as soon as they have started."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -35,7 +35,7 @@ MAX_PATH_LENGTH = 500
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of problem: `remedy` tells the client what to do, and is the text of the kind's page."""
+    """One kind of problem. `remedy` is what the client should do, and the text of the kind's page."""
 
     slug: str
     status: int

@@ -1,8 +1,7 @@
 """Readiness: whether this instance should receive requests. The database is asked once, however many probes ask.
 
-That the database answers is cached for a second, so that a flood of probes cannot use up the pool. That it does not
-answer is not cached, so that a recovery is seen at once. The phase of the instance and its link are read without a
-cache: that costs nothing.
+A positive result is cached for a second, so that a flood of probes cannot use up the pool. A negative one is not, so
+that a recovery is seen at once. The phase of the instance and the state of its link are not cached: they cost nothing.
 """
 
 import asyncio
