@@ -1,1 +1,1 @@
-"""Figures, printed by `make bench`: each measured here and now, beside what it is to be compared with."""
+"""The benchmarks of `make bench`. Each prints what it measured, beside the bar or the peers it is compared with."""

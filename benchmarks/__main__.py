@@ -1,27 +1,28 @@
-"""`python -m benchmarks [NAME …] [--short]`: run the benchmarks, one after the other, and print what they found.
+"""`python -m benchmarks [NAME …] [--short]`: run the benchmarks one after the other, and print the figures.
 
     name         what is measured                                                              the bar
-    throughput   no-op runs claimed, run and durably completed by one process; bare SQL        ≥ 40,000/s
-                 and the peers beside it
-    lines        the same in one line, 100 and 5,000, beside none; a long line's last quarter   ≥ 0.75 of its first
-    insert       runs put in by POST /runs:batch, and by `trigger_many` in code                ≥ 20,000/s, ≥ 80,000/s
-    once         keys taken and made seen, 1,000 at a time and one by one; asked for again      ≥ 50,000/s
+    throughput   no-op runs claimed, executed and durably completed by one process; also       ≥ 40,000/s
+                 bare SQL and the peers
+    lines        the same with 1, 100 and 5,000 ordering keys, and with none; the last         ≥ 0.75
+                 quarter of one key's runs against its first
+    insert       runs inserted by POST /runs:batch, and by `trigger_many` in code              ≥ 20,000/s, ≥ 80,000/s
+    once         new keys processed, 1,000 at a time and one by one; seen keys looked up       ≥ 50,000/s
     latency      from POST to the start of the action, on an idle cluster of three             p50 ≤ 5 ms, p99 ≤ 20 ms
     punctual     1,000 actions due in the same second, on three instances                      p99 ≤ 50 ms late, once
-    rescue       SIGKILL of the instance with a run, until the run begins elsewhere            p99 ≤ 500 ms
-    backlog      claims beside ten million finished runs, and under a held snapshot            ≤ 1.5 × an empty table
-    streams      events written, and seen by clients elsewhere; 2,000 clients of two            ≥ 20,000/s; p50 ≤ 8 ms;
-                 instances following 200 runs; memory of a client                              p99 ≤ 250 ms; ≤ 60 KB
-    locks        a lock that nobody else wants, one that a hundred want on three instances,    p50 ≤ 2 ms; p99 ≤ 20 ms;
-                 and a thousand held by one; a singleton whose instance is killed, or leaves   one renewal a beat
-    limits       1,000 permits a second for three instances together; what it costs            ± 1 %, ≤ 50 statements/s
+    rescue       SIGKILL of the instance that executes a run, until another one begins it      p99 ≤ 500 ms
+    backlog      claims with ten million finished runs, and with a snapshot held open          ≤ 1.5 × an empty table
+    streams      events written, and received by clients of another instance; 2,000 clients    ≥ 20,000/s; p50 ≤ 8 ms;
+                 of two instances that follow 200 runs; memory per client                      p99 ≤ 250 ms; ≤ 60 KB
+    locks        a lock without contention, one with a hundred contenders on three instances,  p50 ≤ 2 ms; p99 ≤ 20 ms;
+                 a thousand locks of one instance; a singleton whose instance ends             1 renewal per heartbeat
+    limits       1,000 permits a second for three instances together, and their cost           ± 1 %, ≤ 50 statements/s
     idle         statements per second of 1, 5 and 20 instances without work                   ≤ 2 follower, ≤ 10 leader
-    takeover     SIGKILL of an instance until it is declared gone, and until another leads     p99 ≤ 500 ms
-    outage       everyone ready again after the database was away; a frozen instance gone      ≤ 3 s, ≤ 7 s
-    start        `flotilla up` until three are ready, from nothing and again                   ≤ 5 s again
+    takeover     SIGKILL of an instance until it is declared gone, and until a new leader      p99 ≤ 500 ms
+    outage       all instances ready again after an outage of PostgreSQL; a frozen one gone    ≤ 3 s, ≤ 7 s
+    start        `flotilla up` until three instances are ready, the first and the second time  ≤ 5 s the second time
 
-Everything runs on two cores, on the embedded PostgreSQL 18 with durability on; each says what else holds for it. Other
-work on the machine is measured too: leave it alone meanwhile. `make bench` installs the peers first.
+All benchmarks run on two cores, on the embedded PostgreSQL 18 with durability on; their modules describe the rest.
+Other processes on the machine change the figures, so let it be idle. `make bench` installs the peers first.
 """
 
 import argparse
@@ -72,8 +73,8 @@ ALL = {
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=raw)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which; all without")
-    parser.add_argument("--short", action="store_true", help="fewer rounds, to see that it works")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
+    parser.add_argument("--short", action="store_true", help="run fewer rounds, only to check that the benchmarks work")
     given = parser.parse_args()
     if unknown := set(given.names) - set(ALL):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
@@ -82,7 +83,7 @@ def main() -> None:
         # A short round only checks that the benchmark works, so its instances may be forked, on a new server.
         fleet.fork_server = ForkServer()
         conditions.SEGMENTS = 0
-    # The service configures the log of the process it is in, and then every request of ours is in it.
+    # A service in this process configures its logging, which would then log all our requests.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for name in given.names or ALL:
         print(f"\n== {name} " + "=" * (70 - len(name)), flush=True)

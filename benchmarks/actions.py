@@ -1,4 +1,4 @@
-"""The actions that benchmarks run (`FLOTILLA_ACTIONS=benchmarks.actions`)."""
+"""The actions that the benchmarks trigger (`FLOTILLA_ACTIONS=benchmarks.actions`)."""
 
 import asyncio
 import random
@@ -16,33 +16,33 @@ async def noop(_: Run) -> None:
 
 @action("mark")
 async def mark(run: Run) -> None:
-    """Say that it began."""
+    """Record the start."""
     marks.leave(run)
 
 
 @action("linger")
 async def linger(run: Run) -> None:
-    """Say that it began, and go on until it is cancelled or its process is killed."""
+    """Record the start, and continue until it is cancelled or its process is killed."""
     marks.leave(run)
     await asyncio.sleep(3600)
 
 
 @action("linger-quietly")
 async def linger_quietly(_: Run) -> None:
-    """Go on until it is cancelled."""
+    """Continue until it is cancelled."""
     await asyncio.sleep(3600)
 
 
 @action("talk")
 async def talk(run: Run) -> None:
-    """Say as much as fast as it can."""
+    """Emit events as fast as possible."""
     for number in range(run.payload["events"]):
         await run.emit("said", number)
 
 
 @action("tick", timeout="1h")
 async def tick(run: Run) -> None:
-    """Say when it says it, again and again, not in step with others."""
+    """Emit the current time at random intervals, so that the runs are not synchronised."""
     pause = run.payload["pause"]
     await asyncio.sleep(pause * random.random())
     for _ in range(run.payload["events"]):
@@ -52,7 +52,7 @@ async def tick(run: Run) -> None:
 
 @action("lock-alone")
 async def lock_alone(run: Run) -> list[float]:
-    """Take a lock that nobody else wants, again and again; return how long each time took."""
+    """Acquire a lock without contention, again and again; return the seconds that each took."""
     taken = []
     for _ in range(run.payload["samples"]):
         began = time.monotonic()
@@ -64,11 +64,11 @@ async def lock_alone(run: Run) -> list[float]:
 
 @action("contend")
 async def contend(run: Run) -> list[tuple[int, int]]:
-    """Take a lock that all want; return when each turn began and ended."""
+    """Acquire a contended lock, again and again; return when each turn began and ended."""
     turns = []
     await asyncio.sleep(max(0.0, run.payload["at"] - time.monotonic()))
     for _ in range(run.payload["turns"]):
-        async with lock("wanted"):
+        async with lock("contended"):
             began = time.monotonic_ns()
             await asyncio.sleep(0)
             turns.append((began, time.monotonic_ns()))
@@ -77,7 +77,7 @@ async def contend(run: Run) -> list[tuple[int, int]]:
 
 @action("hold-many")
 async def hold_many(run: Run) -> None:
-    """Hold so many locks at once."""
+    """Hold many locks at the same time."""
     async with AsyncExitStack() as stack:
         for number in range(run.payload["locks"]):
             await stack.enter_async_context(lock(f"one-of-many-{number}"))

@@ -1,16 +1,16 @@
-"""Is claiming as fast with ten million finished runs, and under a snapshot somebody holds, as on empty tables?
+"""Compares the time of a claim with ten million finished runs, and with a snapshot held open, to one on empty tables.
 
-The service in this process, with uvloop, and its own executor at its own work: pgbench triggers a run at a steady rate
-(the engine's own statement, each in a transaction), and each claim is timed around the call the executor makes. Three
-databases on one server, a service for each:
+The service runs in this process, with uvloop and its own executor. pgbench triggers runs at a steady rate (with the
+engine's own statement, one per transaction), and the executor's call that claims is timed. There are three databases on
+one server, each with its own service:
 
-    empty       nothing but these runs
-    snapshot    a transaction that took a snapshot before the first run, and holds it to the end: nothing that was
-                claimed or has left is removed from the hot table and its indexes meanwhile
+    empty       no other runs
+    snapshot    a transaction takes a snapshot before the first run and holds it to the end, so that no claimed or moved
+                row can be removed from the hot table and its indexes
     finished    ten million finished runs
 
-They take turns of a few seconds, so that whatever else the machine does is the same for all. For the snapshot,
-the last quarter is compared on its own too, when most has piled up.
+The databases take turns of a few seconds, so that other load on the machine affects all three alike. For the snapshot,
+the last quarter is also compared alone, because most dead rows exist then.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ RATE = 500
 TURNS = 12
 SECONDS = 5
 WARM_UP = 1
-MOST = 1.5
+MAX_RATIO = 1.5
 NAMESPACE = Namespace("flotilla")
 
 FILL = """
@@ -55,7 +55,7 @@ FROM generate_series(1, %(rows)s)
 
 
 class Timed(Claimant):
-    """The executor's claimant, with a clock around it."""
+    """The executor's claimant; it records how long each claim takes."""
 
     seconds: list[float]
 
@@ -89,15 +89,14 @@ def last_quarter(seconds: Sequence[float]) -> Sequence[float]:
 
 
 def against(label: str, seconds: Sequence[float], empty: Sequence[float]) -> str:
-    """Say how many times as long a claim takes."""
+    """Format how many times longer a claim takes than on empty tables."""
     p50, p99 = (percentile(seconds, share) / percentile(empty, share) for share in (0.5, 0.99))
-    return (
-        f"{label + ', against empty':<38} p50 × {p50:.2f}  p99 × {p99:.2f}   ≤ {MOST}: {verdict(max(p50, p99) <= MOST)}"
-    )
+    kept = verdict(max(p50, p99) <= MAX_RATIO)
+    return f"{label + ', against empty':<38} p50 × {p50:.2f}  p99 × {p99:.2f}   ≤ {MAX_RATIO}: {kept}"
 
 
 async def measure(postgres: Postgres, folder: Path, finished: int, turns: int, seconds: int) -> dict[str, list[float]]:
-    """Return how long each claim took, in the order in which they were made."""
+    """Return the seconds of each claim, in the order of the claims."""
     addresses = {name: postgres.new_database() for name in ("empty", "snapshot", "finished")}
     async with AsyncExitStack() as stack:
         subjects = {
@@ -107,7 +106,7 @@ async def measure(postgres: Postgres, folder: Path, finished: int, turns: int, s
         await asyncio.gather(*(subject.under_load(postgres, WARM_UP) for subject in subjects.values()))
         began = time.monotonic()
         await subjects["finished"].fill(finished)
-        print(f"{finished:,} finished runs put in within {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{finished:,} finished runs inserted within {time.monotonic() - began:.0f} s", flush=True)
         for subject in subjects.values():
             subject.settle()
         holder = stack.enter_context(psycopg.connect(addresses["snapshot"]))
@@ -125,7 +124,7 @@ def running(address: str) -> AbstractAsyncContextManager[Running]:
 
 
 class Subject:
-    """A database, the service on it with its claims timed, and the script that triggers runs there."""
+    """A database, its service with timed claims, and the script that triggers runs in it."""
 
     def __init__(self, address: str, running: Running, script: Path) -> None:
         engine = running.context.engine
@@ -150,7 +149,7 @@ class Subject:
         script.write_text(statement.strip() + ";\n")
 
     async def under_load(self, postgres: Postgres, seconds: int) -> list[float]:
-        """Trigger at the rate for so long; return how long each claim took."""
+        """Trigger runs at the rate for some seconds; return the seconds of each claim."""
         self._claimant.seconds = []
         database = self._address.rpartition("/")[2]
         options = ("-c", "2", "-R", str(RATE), "-T", str(seconds))

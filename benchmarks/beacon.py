@@ -1,4 +1,4 @@
-"""A singleton that says when it begins, and goes on until it is ended (`benchmarks/locks.py`)."""
+"""A singleton that records when it begins, and continues until it is ended (`benchmarks/locks.py`)."""
 
 import asyncio
 

@@ -1,7 +1,7 @@
-"""The conditions every figure of the engine is taken under, said before each of them.
+"""The conditions of all benchmarks of the engine; they are printed before the figures.
 
-One embedded PostgreSQL 18 with durability on, which is asked for and not believed; the same settings for everyone who
-is measured on it; two cores for the server, its clients and the instances together, also where there are more.
+The server is an embedded PostgreSQL 18 with durability on, which is checked. All subjects of a comparison have the same
+server settings. The server, its clients and the instances share two cores, also on a larger machine.
 """
 
 import os
@@ -23,13 +23,13 @@ ACTIONS = "benchmarks.actions"
 
 
 def two_cores() -> None:
-    """Keep this process, and whatever it starts, on two cores."""
+    """Restrict this process, and all processes that it starts, to two cores."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 
 
 @contextmanager
 def durable_server() -> Iterator[Postgres]:
-    """Run the server that is measured on, and say what it is."""
+    """Start the server, and print its version and settings."""
     configuration = "".join(f"{name} = '{value}'\n" for name, value in SETTINGS.items())
     with server(configuration=configuration) as postgres:
         with postgres.session() as session:
@@ -37,7 +37,7 @@ def durable_server() -> Iterator[Postgres]:
             version = shown_by(session, "server_version")
         off = [name for name in DURABILITY if shown[name] != "on"]
         if off:
-            raise RuntimeError(f"{', '.join(off)} is not on: a figure without durability is no figure")
+            raise RuntimeError(f"{', '.join(off)} is not on: figures without durability are not comparable")
         with postgres.session() as session:
             recycle(session)
         cores = len(os.sched_getaffinity(0))
@@ -46,9 +46,9 @@ def durable_server() -> Iterator[Postgres]:
 
 
 def recycle(session: psycopg.Connection[tuple[object, ...]]) -> None:
-    """Leave the server with log segments to use again, as one that has been running for a day has them.
+    """Give the server WAL segments that it can reuse, as a server has them that has been running for a day.
 
-    Else it makes a new one every 16 MB, and whoever commits then waits 10 ms for it.
+    Otherwise it creates a new segment every 16 MB, and a commit waits 10 ms for it.
     """
     for _ in range(SEGMENTS):
         session.execute("SELECT pg_logical_emit_message(false, '', '')")
@@ -64,7 +64,7 @@ def shown_by(session: psycopg.Connection[tuple[object, ...]], name: str) -> str:
 
 @contextmanager
 def started_instances(count: int, **env: str) -> Iterator[tuple[Postgres, Fleet, list[InstanceProcess]]]:
-    """Run that many real instances of the service, with the actions of the benchmarks."""
+    """Start real instances of the service, with the actions of the benchmarks."""
     own = {"FLOTILLA_ACTIONS": ACTIONS, "FLOTILLA_LOG_LEVEL": "warning", **env}
     with (
         durable_server() as postgres,

@@ -1,4 +1,4 @@
-"""What an idle cluster costs PostgreSQL: statements per second by role, from the server's own log of statements."""
+"""The cost of an idle cluster for PostgreSQL: statements per second by role, from the server's log of statements."""
 
 import tempfile
 import time
@@ -14,22 +14,22 @@ from tests.support.postgres import server
 SIZES = (1, 5, 20)
 SETTLED = 3.0
 WATCHED = 20.0
-FOLLOWER_MOST = 2.0
-LEADER_MOST = 10.0
+MAX_FOLLOWER = 2.0
+MAX_LEADER = 10.0
 
 
 def run(*, short: bool) -> None:
     sizes, settled, watched = ((2,), 1.0, 2.0) if short else (SIZES, SETTLED, WATCHED)
     columns = (
-        f"{'instances':>9}  {'total/s':>8}  {'leader/s':>8}  {'a follower/s':>12}  {'at most/s':>9}  {'sessions':>8}"
+        f"{'instances':>9}  {'total/s':>8}  {'leader/s':>8}  {'a follower/s':>12}  {'at highest/s':>9}  {'sessions':>8}"
     )
-    print(f"{columns}   (leader ≤ {LEADER_MOST:.0f}, each follower ≤ {FOLLOWER_MOST:.0f})")
+    print(f"{columns}   (leader ≤ {MAX_LEADER:.0f}, each follower ≤ {MAX_FOLLOWER:.0f})")
     for size in sizes:
         print(watch(size, settled, watched), flush=True)
 
 
 def watch(size: int, settled: float, watched: float) -> str:
-    """Start so many, leave them alone, and count."""
+    """Start instances, let them idle, and count their statements."""
     with (
         server(configuration=CONFIGURATION) as postgres,
         tempfile.TemporaryDirectory() as folder,
@@ -53,10 +53,10 @@ def watch(size: int, settled: float, watched: float) -> str:
         by_instance[who] += count
     total = sum(by_instance.values()) / watched
     own = by_instance.pop(leader) / watched
-    # What the pool sends bears no instance's name: spread over all of them.
+    # Statements of the pool do not have an instance's name: they are divided among all instances.
     nameless = sum(count for who, count in by_instance.items() if who not in names) / watched / size
     rest = [by_instance[name] / watched + nameless for name in names if name != leader]
     each = sum(rest) / len(rest) if rest else 0.0
-    most = max(rest, default=0.0)
-    kept = verdict(own + nameless <= LEADER_MOST and most <= FOLLOWER_MOST)
-    return f"{size:>9}  {total:>8.2f}  {own + nameless:>8.2f}  {each:>12.2f}  {most:>9.2f}  {row[0]:>8}   {kept}"
+    highest = max(rest, default=0.0)
+    kept = verdict(own + nameless <= MAX_LEADER and highest <= MAX_FOLLOWER)
+    return f"{size:>9}  {total:>8.2f}  {own + nameless:>8.2f}  {each:>12.2f}  {highest:>9.2f}  {row[0]:>8}   {kept}"

@@ -1,9 +1,9 @@
-"""How fast runs can be put in: over REST in batches of 1,000, and in code with `trigger_many`.
+"""How fast runs can be inserted: over REST in batches of 1,000, and in code with `trigger_many`.
 
-REST: two clients, each a thread with a connection of its own, and one real server process; the payloads have three
-fields, and the clients only count the bytes of the answers until the clock has stopped. In code: two tasks that call
-`trigger_many` with 1,000 orders at a time, in the service in this process, with uvloop. The action is paused, so that
-nothing is run meanwhile, and the rows are counted in the end.
+REST: two clients, each a thread with its own connection, and one real server process. The payloads have three fields.
+The clients parse the answers only after the clock has stopped. In code: two tasks that call `trigger_many` with 1,000
+orders at a time, in a service in this process, with uvloop. The action is paused, so that no run is executed meanwhile,
+and the rows are counted at the end.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import uvloop
 
 from app.fleet import Order, trigger_many
 from benchmarks.conditions import ACTIONS, started_instances
-from benchmarks.latency import JSON, asked, connected
+from benchmarks.latency import JSON, connect, request
 from benchmarks.report import rates
 from tests.support.fleet import InstanceProcess
 from tests.support.service import service
@@ -26,9 +26,9 @@ ROUNDS = 5
 CLIENTS = 2
 BATCH = 1000
 REST_RUNS = 60_000
-REST_LEAST = 20_000
+MIN_REST_RATE = 20_000
 CODE_RUNS = 200_000
-CODE_LEAST = 80_000
+MIN_CODE_RATE = 80_000
 PAUSE = "/actions/noop/pause"
 
 
@@ -39,16 +39,16 @@ def run(*, short: bool) -> None:
         instance.end()
         code = uvloop.run(in_code(postgres.new_database(), rounds, int(CODE_RUNS * share)))
     print(f"{'':<46} runs/s in each of {rounds} rounds")
-    print(rates("POST /runs:batch, 1,000 each, two clients", rest, least=REST_LEAST))
-    print(rates("trigger_many, 1,000 each, two tasks", code, least=CODE_LEAST))
+    print(rates("POST /runs:batch, 1,000 each, two clients", rest, least=MIN_REST_RATE))
+    print(rates("trigger_many, 1,000 each, two tasks", code, least=MIN_CODE_RATE))
 
 
 def over_rest(address: str, instance: InstanceProcess, rounds: int, runs: int) -> list[float]:
     each = runs // CLIENTS // BATCH
     orders = [{"action": "noop", "payload": {"number": n, "name": "Flotilla", "ok": True}} for n in range(BATCH)]
     body = json.dumps({"runs": orders}).encode()
-    connections = [connected(instance) for _ in range(CLIENTS)]
-    asked(connections[0], "POST", PAUSE, 200)
+    connections = [connect(instance) for _ in range(CLIENTS)]
+    request(connections[0], "POST", PAUSE, 200)
     measured = []
     with ThreadPoolExecutor(CLIENTS) as threads:
         for _ in range(rounds):
@@ -66,7 +66,7 @@ def over_rest(address: str, instance: InstanceProcess, rounds: int, runs: int) -
 
 
 def send(connection: HTTPConnection, body: bytes, times: int) -> bytes:
-    """Send a batch so many times, one after another; return the last answer."""
+    """Send a batch several times, one after another; return the last answer."""
     answer = b""
     for _ in range(times):
         connection.request("POST", "/runs:batch", body=body, headers=JSON)
@@ -105,4 +105,4 @@ def count(address: str) -> int:
 
 def check(address: str, expected: int) -> None:
     if (found := count(address)) != expected:
-        raise RuntimeError(f"there are {found} runs, and {expected} were put in")
+        raise RuntimeError(f"there are {found} runs, but {expected} were inserted")

@@ -1,9 +1,9 @@
-"""No-op runs in lines, run by one process, beside the same without lines: what an order costs.
+"""No-op runs with ordering keys, executed by one process, compared with runs without: the cost of an order.
 
-Each is a burn-down as in `throughput`, in turn, on one real server process and one database. In one line, each run
-waits until the end of the one before is durable: a claim and a completion, one after the other. In many lines, claims
-and completions are shared by as many runs as there are lines. What a line does not cost is its length: of the single
-line, the last quarter is timed against the first.
+Each round is a burn-down as in `throughput`, on one real server process and one database. With one ordering key, each
+run waits until the end of the run before it is durable: a claim and a completion, one after the other. With many keys,
+a claim and a completion serve as many runs as there are keys. The number of runs of a key should cost nothing: with one
+key, the time of the last quarter is compared with the first.
 """
 
 import statistics
@@ -18,9 +18,9 @@ from tests.support.postgres import Postgres
 
 ROUNDS = 3
 PLAIN = "no lines"
-# How many lines, and how many runs in all of them together.
+# The number of ordering keys, and of runs in all of them together.
 SHAPES = {PLAIN: (0, 50_000), "1 line": (1, 5000), "100 lines": (100, 20_000), "5,000 lines": (5000, 20_000)}
-LAST_LEAST = 0.75
+MIN_LAST_QUARTER = 0.75
 
 QUARTERS = """
 WITH run AS (
@@ -43,21 +43,21 @@ def run(*, short: bool) -> None:
         with Fleet(address, Path(folder), FLOTILLA_ACTIONS=ACTIONS, **settings) as fleet:
             (instance,) = fleet.start()
             for _ in range(rounds):
-                for name, (lines, runs) in SHAPES.items():
-                    wanted = max(AT_ONCE, int(runs * share))
-                    measured[name].append(burn_down(postgres, address, instance, wanted, lines))
-                    if lines == 1:
-                        quarters.append(last_quarter(postgres, address, wanted))
+                for name, (keys, runs) in SHAPES.items():
+                    count = max(AT_ONCE, int(runs * share))
+                    measured[name].append(burn_down(postgres, address, instance, count, keys))
+                    if keys == 1:
+                        quarters.append(last_quarter(postgres, address, count))
     print(f"{'':<46} runs/s in each of {rounds} rounds")
     plain = statistics.median(measured[PLAIN])
     for name, each in measured.items():
         print(rates(name, each, ours=None if name == PLAIN else plain))
-    kept = verdict(statistics.median(quarters) >= LAST_LEAST)
-    print(f"{'1 line, its last quarter against its first':<46} {spread(quarters)}   ≥ {LAST_LEAST:g}: {kept}")
+    kept = verdict(statistics.median(quarters) >= MIN_LAST_QUARTER)
+    print(f"{'1 line, its last quarter against its first':<46} {spread(quarters)}   ≥ {MIN_LAST_QUARTER:g}: {kept}")
 
 
 def last_quarter(postgres: Postgres, address: str, runs: int) -> float:
-    """How fast the last quarter of these was done, against the first."""
+    """Return the speed of the last quarter of the runs, relative to the first."""
     with postgres.session(address.rpartition("/")[2]) as session:
         row = session.execute(QUARTERS, [runs]).fetchone()
     assert row is not None

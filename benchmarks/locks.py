@@ -1,13 +1,13 @@
-"""Locks: what one costs that nobody else wants, how soon one is passed on that many want, what holding many costs.
+"""Locks: the cost without contention, the time of a hand-over under contention, the cost of holding many, singletons.
 
-Uncontended: `async with lock(…)` with nothing in it, again and again, from one task of one of three instances.
+Uncontended: one task of one of three instances enters `async with lock(…)` with an empty body, again and again.
 
-Contended: a hundred runs on three instances take the same lock again and again. A hand-over is from the moment before
-one lets go until the next one's body begins, wherever that is; the monotonic clock is one for all processes. Fairness
-is how many others have had the lock between two turns of the same one: 99, if everyone is let in as they came.
+Contended: a hundred runs on three instances acquire the same lock again and again. A hand-over lasts from just before
+a holder releases the lock until the body of the next holder begins, on whichever instance; all processes share the
+monotonic clock. Fairness is the number of other turns between two turns of the same run: 99 if the queue is FIFO.
 
-Singletons: from the signal to the instance that runs one until it begins on another, when it is killed and when it is
-asked to leave.
+Singletons: from the signal to the instance that runs a singleton until the singleton begins on another instance, for
+SIGKILL and for SIGTERM.
 """
 
 import time
@@ -41,11 +41,11 @@ def run(*, short: bool) -> None:
     )
     with started_instances(INSTANCES) as (_, _, instances):
         print(distribution("uncontended, taken and released", alone(instances[0], samples), median_ms=MEDIAN_ALONE))
-        turns_taken = contended(instances, contenders, turns)
-        handed_over = [(begun - ended) / 1e9 for (_, ended, _), (begun, _, _) in pairwise(turns_taken)]
+        all_turns = contended(instances, contenders, turns)
+        handed_over = [(begun - ended) / 1e9 for (_, ended, _), (begun, _, _) in pairwise(all_turns)]
         label = f"{contenders} contenders, handed over"
         print(distribution(label, handed_over, bound_ms=P99_CONTENDED))
-        print(f"{'others between two turns of one':<38} {fairness(turns_taken)}")
+        print(f"{'others between two turns of one':<38} {fairness(all_turns)}")
     with started_instances(1) as (postgres, _, (instance,)):
         with postgres.session() as session:
             session.execute("ALTER SYSTEM SET log_statement = 'all'")
@@ -74,7 +74,7 @@ def run(*, short: bool) -> None:
 def seconds_to_move(
     marks: Marks, fleet: Fleet, instances: list[InstanceProcess], end: Callable[[InstanceProcess], None]
 ) -> float:
-    """End the instance that runs it, wait until it begins elsewhere, and replace the one that is gone."""
+    """End the instance that runs the singleton, wait until it begins elsewhere, and replace that instance."""
     running = marks.wait(lambda mark: mark.pid in {instance.pid for instance in instances})
     owner = next(instance for instance in instances if instance.pid == running.pid)
     began = time.monotonic_ns()
@@ -87,16 +87,16 @@ def seconds_to_move(
 
 def alone(instance: InstanceProcess, samples: int) -> list[float]:
     run_id = instance.trigger("lock-alone", {"samples": samples})["id"]
-    taken: list[float] = instance.ended(run_id, within=120)["result"]
-    return taken
+    seconds: list[float] = instance.ended(run_id, within=120)["result"]
+    return seconds
 
 
-# When a turn began and ended, and whose it was.
+# When a turn began and ended, and the run that had it.
 Turn = tuple[int, int, int]
 
 
 def contended(instances: Sequence[InstanceProcess], contenders: int, turns: int) -> list[Turn]:
-    """Have them all take the lock so many times, and return all turns in the order in which they were."""
+    """Let all contenders acquire the lock several times, and return all turns in their order."""
     payload = {"turns": turns, "at": time.monotonic() + 3}
     ids = instances[0].trigger_all([{"action": "contend", "payload": payload}] * contenders)
     found: list[Any] = [turns_of(instances[0], run_id) for run_id in ids]
@@ -110,9 +110,9 @@ def turns_of(instance: InstanceProcess, run_id: int) -> list[Turn]:
 def fairness(turns: Sequence[Turn]) -> str:
     last: dict[int, int] = {}
     between = []
-    for place, (_, _, whose) in enumerate(turns):
-        if whose in last:
-            between.append(place - last[whose] - 1)
-        last[whose] = place
+    for position, (_, _, run_id) in enumerate(turns):
+        if run_id in last:
+            between.append(position - last[run_id] - 1)
+        last[run_id] = position
     low, middle, high = min(between), percentile(between, 0.5), max(between)
     return f"at least {low}, median {middle:.0f}, at most {high}"

@@ -1,9 +1,9 @@
-"""When an action began, as it tells itself: its first statement appends a line to a file.
+"""Records when an action began, in the action's own process: its first statement appends a line to a file.
 
-The system's monotonic clock is one for all processes of a machine, so what an action writes and what a benchmark
-measures can be subtracted. The wall clock is PostgreSQL's, for the same reason. A line is one `write`, and lines of
-several processes do not mix. The file is in memory where that is possible: on the disk, an append can wait for the
-journal that PostgreSQL's own writes keep busy.
+All processes of a machine share the monotonic clock, so an action's time and a benchmark's time can be subtracted. For
+the same reason, the wall clock is the one that PostgreSQL uses. A line is one `write`, so lines of several processes do
+not mix. The file is in memory if possible: on disk, an append may wait for the file system's journal, which
+PostgreSQL's own writes keep busy.
 """
 
 import os
@@ -18,9 +18,9 @@ from typing import Self
 from app.fleet import Run
 from tests.support.postgres import eventually
 
-# Not a setting of the service, so without its prefix.
-WHERE = "BENCHMARK_MARKS"
-MEMORY = "/dev/shm"  # noqa: S108 — a directory, in which the file gets a name of its own
+# Not a setting of the service, so it has no `FLOTILLA_` prefix.
+VARIABLE = "BENCHMARK_MARKS"
+MEMORY = "/dev/shm"  # noqa: S108 — a directory; the file in it gets a unique name
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Mark:
 
 
 def leave(run: Run) -> None:
-    """Called by an action, before anything else."""
+    """Record the start of a run. Called by an action as its first statement."""
     leave_number(run.id, run.scheduled_for.timestamp() if run.scheduled_for else "")
 
 
 def leave_number(number: int, slot: float | str = "") -> None:
-    """Likewise by a singleton, with its token for a number."""
+    """Record a start under a number. Called by a singleton with its token."""
     monotonic, wall = time.monotonic_ns(), time.time()
-    os.write(opened(os.environ[WHERE]), f"{number} {os.getpid()} {monotonic} {wall:.6f} {slot}\n".encode())
+    os.write(opened(os.environ[VARIABLE]), f"{number} {os.getpid()} {monotonic} {wall:.6f} {slot}\n".encode())
 
 
 @lru_cache
@@ -51,7 +51,7 @@ def opened(path: str) -> int:
 
 
 class Marks:
-    """The file, read by a benchmark; there for as long as the block lasts."""
+    """The file, as a benchmark reads it. It exists for the duration of the `with` block."""
 
     def __init__(self) -> None:
         self._read = 0
@@ -68,7 +68,7 @@ class Marks:
 
     @property
     def env(self) -> dict[str, str]:
-        return {WHERE: str(self.path)}
+        return {VARIABLE: str(self.path)}
 
     def all(self) -> list[Mark]:
         with self.path.open("rb") as file:
@@ -80,7 +80,7 @@ class Marks:
         return self._found
 
     def wait(self, condition: Callable[[Mark], bool]) -> Mark:
-        """Return the first mark like that, once it is there."""
+        """Wait for the first mark that meets the condition, and return it."""
         return eventually(lambda: next(filter(condition, self.all()), None), every=0.005)
 
 

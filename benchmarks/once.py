@@ -1,9 +1,9 @@
-"""How fast keys are taken and made seen by `once`: a thousand at a time, one at a time, and asked for again.
+"""How fast `once` processes keys: new keys a thousand at a time, new keys one at a time, and keys already seen.
 
-In code, in the service in this process, with uvloop. Two tasks take batches of 1,000 keys that nobody has asked for
-before, and leave them at once, which makes them seen: each key is counted once, for both ways. Sixteen tasks do the
-same key by key. Then the batches are asked for again, like a feed that has hardly changed: nothing is fresh, and
-nothing is written. Every key is looked for in the end.
+A service runs in this process, with uvloop. Two tasks enter blocks with 1,000 new keys and leave them at once, which
+makes the keys seen; a key is counted once for both steps. Sixteen tasks do the same key by key. Then the batches are
+repeated, as with a feed that has hardly changed: no key is fresh, and nothing is written. All keys are counted at the
+end.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.support.service import service
 ROUNDS = 5
 BATCH = 1000
 BATCHES = 200
-LEAST = 50_000
+MIN_RATE = 50_000
 TASKS = 2
 SINGLES = 5000
 SINGLE_TASKS = 16
@@ -34,7 +34,7 @@ def run(*, short: bool) -> None:
         batches, singles, again = uvloop.run(measured(address, rounds, int(BATCHES * share), int(SINGLES * share)))
         check(address, rounds * (int(BATCHES * share) * BATCH + int(SINGLES * share)))
     print(f"{'':<46} keys/s in each of {rounds} rounds")
-    print(rates("once_many, 1,000 each, two tasks", batches, least=LEAST))
+    print(rates("once_many, 1,000 each, two tasks", batches, least=MIN_RATE))
     print(rates("once, sixteen tasks", singles))
     print(rates("once_many, all of them seen before", again))
 
@@ -54,7 +54,7 @@ async def measured(
 
 
 async def rate(given: Sequence[list[str]], each: Callable[[list[str]], Awaitable[None]], tasks: int) -> float:
-    """How many of these are done in a second, by so many tasks."""
+    """Return how many items per second this number of tasks processes."""
 
     async def do(part: Sequence[list[str]]) -> None:
         for keys in part:
@@ -74,7 +74,7 @@ async def fresh_batch(keys: list[str]) -> None:
 async def seen_batch(keys: list[str]) -> None:
     async with once_many("batches", keys) as batch:
         if len(batch.seen) != len(keys):
-            raise RuntimeError("a key whose batch has ended is not seen")
+            raise RuntimeError("a key of a finished batch is not seen")
 
 
 async def fresh_key(keys: list[str]) -> None:
@@ -87,4 +87,4 @@ def check(address: str, expected: int) -> None:
     with psycopg.connect(address) as session:
         row = session.execute("SELECT count(*) FROM flotilla.once_keys WHERE state = 'seen'").fetchone()
     if row != (expected,):
-        raise RuntimeError(f"{row} keys are seen, and {expected} were taken")
+        raise RuntimeError(f"{row} keys are seen, but {expected} were processed")

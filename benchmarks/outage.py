@@ -1,7 +1,7 @@
-"""How soon everyone is back: after PostgreSQL was stopped at once and started again, and after an instance froze.
+"""How soon all instances are ready again, after PostgreSQL was stopped and started; how soon a frozen instance is gone.
 
-The clock of an outage starts when PostgreSQL accepts connections again. Every instance must be ready under the id it
-had, and nobody may have been declared gone.
+The clock of an outage starts when PostgreSQL accepts connections again. All instances must become ready with the ids
+they had, and no instance may have been declared gone.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ def run(*, short: bool) -> None:
         leader_of(instances)
         for away in AWAY[:1] if short else AWAY:
             one_outage(postgres, instances, away)
-        # Each takes as long as the lease; the short form is about whether it works, which tests of death say too.
+        # Each takes as long as the lease. The short form skips it, because tests cover it.
         seconds = [] if short else [freeze(instances) for _ in range(FREEZES)]
     if seconds:
         print(distribution("SIGSTOP → gone (the server's lease)", seconds, bound_ms=7000))
@@ -53,7 +53,7 @@ def one_outage(postgres: Postgres, instances: list[InstanceProcess], away: float
 
 
 def freeze(instances: list[InstanceProcess]) -> float:
-    """Freeze a follower until it is declared gone, then let it come back."""
+    """Freeze a follower until it is declared gone, then thaw it and wait until it has rejoined."""
     leader = leader_of(instances)
     victim = next(instance for instance in instances if instance is not leader)
     me = victim.me()
@@ -77,6 +77,6 @@ def until(condition: Callable[[], bool]) -> float:
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > 60:
-            raise TimeoutError("it never happened")
+            raise TimeoutError("the condition was not met within 60 s")
         time.sleep(0.01)
     return time.monotonic() - began

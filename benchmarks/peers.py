@@ -1,11 +1,11 @@
-"""The others, each in a process of its own: `python -m benchmarks.peers NAME ADDRESS JOBS WIDTH CONNECTIONS`.
+"""The peers, each in its own process: `python -m benchmarks.peers NAME ADDRESS JOBS WIDTH CONNECTIONS`.
 
-Through their public interfaces, in the fastest way their documentation shows: PgQueuer on asyncpg and uvloop, with its
-autovacuum settings and no tracing; Procrastinate on its psycopg pool and uvloop, without polling. Both with their
-default durability. Jobs are put in first, everything is vacuumed and a checkpoint taken, as for us; the clock runs from
-the start of the worker until it returns, having found its queue empty and written everything.
+They use their public interfaces in the fastest way that their documentation shows: PgQueuer on asyncpg and uvloop, with
+its autovacuum settings and no tracing; Procrastinate on its psycopg pool and uvloop, without polling. Both have their
+default durability. As for us, the jobs are inserted first, then all tables are vacuumed and a checkpoint is made. The
+clock runs from the start of the worker until it has found its queue empty, has written everything and returns.
 
-The last line is the rate.
+The last line of the output is the rate.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ def installed() -> bool:
 
 
 async def pgqueuer(address: str, jobs: int, batch: int, connections: int) -> float:
-    """Burn a backlog down with one worker for each connection."""
+    """Burn down a backlog with one worker per connection."""
     import asyncpg
     from pgqueuer import AsyncpgDriver, PgQueuer, Queries
     from pgqueuer.domain.types import QueueExecutionMode
@@ -47,15 +47,15 @@ async def pgqueuer(address: str, jobs: int, batch: int, connections: int) -> flo
 
 
 async def procrastinate(address: str, jobs: int, concurrency: int, connections: int) -> float:
-    """Burn a backlog down with one worker of so many jobs at once."""
+    """Burn down a backlog with one worker that has this concurrency."""
     from procrastinate import App, PsycopgConnector
 
     app = App(connector=PsycopgConnector(conninfo=address, min_size=connections, max_size=connections))
     task = app.task(name="noop")(nothing)
     async with app.open_async():
         async with await psycopg.AsyncConnection.connect(address) as connection:
-            there = await (await connection.execute("SELECT to_regclass('procrastinate_jobs')")).fetchone()
-        if there == (None,):
+            table = await (await connection.execute("SELECT to_regclass('procrastinate_jobs')")).fetchone()
+        if table == (None,):
             await app.schema_manager.apply_schema_async()
         await task.batch_defer_async(*[{}] * jobs)
         await settle(address)

@@ -1,9 +1,10 @@
 """A thousand actions that are due in the same second, on three instances: how late each begins, and how often.
 
-Late is the action's first statement after its slot, on the system's clock, which is PostgreSQL's too; the claim
-(`started_at` minus `scheduled_for`, from the rows) is shown beside it. Counted for each action and slot: one run, and
-one start. The figure is the median of the five slots' p99; all of them are shown. Each instance may run 500 at once, so
-that there is room for a thousand; with the default of 100, most would wait for others to end.
+Lateness is the time from the slot to the first statement of the action, on the system's clock, which PostgreSQL also
+uses. The time of the claim (`started_at` minus `scheduled_for`, from the rows) is shown beside it. Each action and slot
+must have one run and one start. The figure is the median of the p99 of five slots; all five are shown. Each instance
+may execute 500 runs at the same time, so that there is room for a thousand: with the default of 100, most runs would
+wait for others to end.
 """
 
 import time
@@ -39,18 +40,18 @@ def run(*, short: bool) -> None:
             "FLOTILLA_CONCURRENCY": CONCURRENCY,
         }
         with started_instances(INSTANCES, **env) as (postgres, _, _):
-            # The first slot that all three are there for, with a second to settle.
+            # The first slot after all three instances are ready and had a second to settle.
             first = (time.time() + 1) // seconds * seconds + seconds
-            wanted = [first + seconds * number for number in range(slots)]
-            time.sleep(wanted[-1] - time.time() + min(2, seconds / 2))
-            rows = eventually(lambda: finished(postgres, wanted))
-        starts = [mark for mark in marks.all() if mark.slot in wanted]
-    for slot in wanted:
-        print(distribution(f"slot {wanted.index(slot) + 1}: the action began", lateness(starts, slot)))
+            due = [first + seconds * number for number in range(slots)]
+            time.sleep(due[-1] - time.time() + min(2, seconds / 2))
+            rows = eventually(lambda: finished(postgres, due))
+        starts = [mark for mark in marks.all() if mark.slot in due]
+    for slot in due:
+        print(distribution(f"slot {due.index(slot) + 1}: the action began", lateness(starts, slot)))
     late = [mark.wall - mark.slot for mark in starts if mark.slot is not None]
     print(distribution(f"all {slots} slots: the action began", late))
     print(distribution(f"all {slots} slots: it was claimed", [late for _, _, late in rows]))
-    p99 = median(percentile(lateness(starts, slot), 0.99) for slot in wanted) * 1000
+    p99 = median(percentile(lateness(starts, slot), 0.99) for slot in due) * 1000
     print(f"median of the slots' p99: {p99:.1f} ms   ≤ {P99} ms: {verdict(p99 <= P99)}")
     once = Counter(Counter((name, slot) for name, slot, _ in rows).values()) == {1: COUNT * slots}
     begun = len(starts) == len({mark.run for mark in starts}) == COUNT * slots
@@ -59,7 +60,7 @@ def run(*, short: bool) -> None:
 
 
 def finished(postgres: Postgres, slots: list[float]) -> list[tuple[str, float, float]] | None:
-    """Return the runs of these slots, once they are all there, and nothing is left to do."""
+    """Return the runs of these slots once all of them have finished."""
     with postgres.session() as session:
         rows = [row for row in session.execute(RUNS).fetchall() if row[1] in slots]
     return rows if len(rows) >= COUNT * len(slots) else None

@@ -1,4 +1,4 @@
-"""How figures are printed: a distribution says more than a mean, and a bar stands beside what was measured."""
+"""How the figures are printed: as distributions and not as means, each with its bar."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that this share of all does not exceed; no interpolation between what was measured."""
+    """Return the smallest value that this share of all values does not exceed, without interpolation."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -18,10 +18,10 @@ def verdict(kept: bool) -> str:
 def distribution(
     label: str, seconds: Sequence[float], *, bound_ms: float | None = None, median_ms: float | None = None
 ) -> str:
-    """One line: count, p50, p90, p99, most, and whether the bounds on p50 and p99 were kept."""
+    """Format one line: count, p50, p90, p99, maximum, and whether the bounds of p50 and p99 were kept."""
     p50, p90, p99 = (percentile(seconds, share) * 1000 for share in (0.5, 0.9, 0.99))
-    most = max(seconds) * 1000
-    line = f"{label:<38} n={len(seconds):<4} p50 {p50:6.1f}  p90 {p90:6.1f}  p99 {p99:6.1f}  max {most:6.1f} ms"
+    longest = max(seconds) * 1000
+    line = f"{label:<38} n={len(seconds):<4} p50 {p50:6.1f}  p90 {p90:6.1f}  p99 {p99:6.1f}  max {longest:6.1f} ms"
     if median_ms is not None:
         line += f"   p50 ≤ {median_ms:.0f} ms: {verdict(p50 <= median_ms)}"
     if bound_ms is not None:
@@ -30,7 +30,7 @@ def distribution(
 
 
 def rates(label: str, each: Sequence[float], *, least: float | None = None, ours: float | None = None) -> str:
-    """One line: so many a second in each round, their median, and its relation to ours or to the bar."""
+    """Format one line: the rate of each round, their median, and its relation to our rate or to the bar."""
     median = statistics.median(each)
     line = f"{label:<46} {' '.join(f'{rate:>8,.0f}' for rate in each)}   median {median:>8,.0f}/s"
     if ours is not None:
@@ -41,7 +41,7 @@ def rates(label: str, each: Sequence[float], *, least: float | None = None, ours
 
 
 def histogram(seconds: Sequence[float], *, width_ms: float = 50) -> str:
-    """Bars of so many milliseconds each."""
+    """Draw a histogram with bars of this width."""
     buckets: dict[int, int] = {}
     for value in seconds:
         buckets[int(value * 1000 // width_ms)] = buckets.get(int(value * 1000 // width_ms), 0) + 1

@@ -1,8 +1,8 @@
-"""From SIGKILL of the instance that runs a run to the run's action beginning again on another.
+"""From SIGKILL of the instance that executes a run until the action begins again on another instance.
 
-Three real instances, leader and followers killed in turn, at a random moment of their seconds; a new one takes the
-place of the killed. The clock starts before the signal is sent, and stops with the action's first statement in the
-other process, on the same monotonic clock.
+There are three real instances. The leader and a follower are killed in turn, at a random moment, and a new instance
+replaces the killed one. The clock starts before the signal is sent, and stops at the first statement of the action in
+the other process; both use the same monotonic clock.
 """
 
 import random
@@ -51,7 +51,7 @@ def rescued(instances: list[InstanceProcess], victim: InstanceProcess, marks: Ma
 
 
 def running_on(victim: InstanceProcess, marks: Marks) -> int:
-    """Trigger until one is claimed by the instance that is to be killed; end the others."""
+    """Trigger runs until the victim claims one; cancel the others. Return the id of that run."""
     while True:
         identifier = int(victim.trigger("linger")["id"])
         if begun(marks, identifier).pid == victim.pid:

@@ -1,4 +1,4 @@
-"""How long a person waits: `flotilla up` until all three are ready, from nothing and again."""
+"""How long a user waits for `flotilla up` until all three instances are ready, the first and the second time."""
 
 import json
 import tempfile
@@ -29,7 +29,7 @@ def run(*, short: bool) -> None:
 
 
 def up(folder: Path) -> float:
-    """Start three and ask each of them whether it sees three ready and one leader."""
+    """Start three instances, and wait until each of them shows three ready instances and one leader."""
     port = free_port(3)
     began = time.monotonic()
     done = command("up", "--port", str(port), cwd=folder)

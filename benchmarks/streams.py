@@ -1,12 +1,11 @@
-"""Streams: how fast events are written, how soon they are at a client elsewhere, and what many clients cost.
+"""Streams: how fast events are written, how soon a client of another instance receives them, what many clients cost.
 
-emit       so many events a second from one process, until the last is durable, by PostgreSQL's clock
-one        `run.emit` on one instance to a client of another, with nothing else to do; the monotonic clock is one
-           for all processes of a machine, and travels in the event
-many       clients of two instances, each following one of the runs, all of which go on talking; with more and more
-           clients, what PostgreSQL is asked is counted by PostgreSQL; the clients check that what they are told is
-           complete and in order
-memory     of an instance, for each client that follows a run where nothing happens
+emit       events per second of one process, until the last event is durable, by PostgreSQL's clock
+one        from `run.emit` on one instance to a client of another, without other load; all processes of a machine share
+           the monotonic clock, and the event carries its time
+many       clients of two instances, each following one of many runs that emit all the time; PostgreSQL counts the
+           transactions while the number of clients grows; the clients check that their events are complete and in order
+memory     of an instance, per client that follows a run without events
 """
 
 import asyncio
@@ -24,10 +23,10 @@ from benchmarks.report import distribution, verdict
 from tests.support.fleet import InstanceProcess
 from tests.support.postgres import Postgres, eventually
 
-EMITTED = (10, 10_000)
-LEAST = 20_000
+EMIT = (10, 10_000)
+MIN_RATE = 20_000
 SAMPLES = 400
-APART = 0.05
+PAUSE = 0.05
 ONE_MEDIAN, ONE_P99 = 8, 30
 RUNS = 200
 EACH_SECOND = 2
@@ -35,7 +34,7 @@ CLIENTS = (200, 500, 1000, 2000)
 WATCHED = 15.0
 MANY_P99 = 250
 IDLE = 1000
-IDLE_MOST = 60
+MAX_IDLE_KB = 60
 FILES = 8192
 
 
@@ -52,9 +51,9 @@ def run(*, short: bool) -> None:
 
 
 def emit(postgres: Postgres, instances: Sequence[InstanceProcess], share: float) -> None:
-    runs, events = EMITTED
+    runs, events = EMIT
     events = int(events * share)
-    # One process: the other has nothing to claim meanwhile.
+    # Only one process is measured: the other one must not claim.
     instances[1].freeze()
     ids = instances[0].trigger_all([{"action": "talk", "payload": {"events": events}}] * runs)
     for run_id in ids:
@@ -68,7 +67,7 @@ def emit(postgres: Postgres, instances: Sequence[InstanceProcess], share: float)
         ).fetchone()
     assert row is not None
     rate = runs * events / float(row[0])
-    print(f"{'run.emit, one process':<38} {rate:>8,.0f} events/s   ≥ {LEAST:,}/s: {verdict(rate >= LEAST)}")
+    print(f"{'run.emit, one process':<38} {rate:>8,.0f} events/s   ≥ {MIN_RATE:,}/s: {verdict(rate >= MIN_RATE)}")
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ def emit(postgres: Postgres, instances: Sequence[InstanceProcess], share: float)
 
 @dataclass
 class Client:
-    """Follows a run, and notes when it was told what."""
+    """Follows a run, and records how late its events arrive."""
 
     instance: InstanceProcess
     run_id: int
@@ -96,11 +95,11 @@ class Client:
             while line := await reader.readline():
                 now = time.monotonic_ns()
                 if line.startswith(b"data: "):
-                    self.told(json.loads(line[6:]), now)
+                    self.receive(json.loads(line[6:]), now)
         finally:
             writer.close()
 
-    def told(self, event: dict[str, object], now: int) -> None:
+    def receive(self, event: dict[str, object], now: int) -> None:
         if event.get("kind") is None:
             return
         self.in_order = self.in_order and event["seq"] == self.seq + 1
@@ -109,7 +108,7 @@ class Client:
             self.late.append((now - event["data"]) / 1e9)
 
 
-async def followed(clients: Sequence[Client]) -> None:
+async def start_following(clients: Sequence[Client]) -> None:
     ready = asyncio.Semaphore(50)
     for client in clients:
         client.task = asyncio.create_task(client.follow(ready))
@@ -120,7 +119,7 @@ async def followed(clients: Sequence[Client]) -> None:
                 client.task.result()
 
 
-async def left(clients: Sequence[Client]) -> None:
+async def stop_following(clients: Sequence[Client]) -> None:
     for client in clients:
         if client.task is not None:
             client.task.cancel()
@@ -128,14 +127,14 @@ async def left(clients: Sequence[Client]) -> None:
 
 
 async def one(instances: Sequence[InstanceProcess], samples: int) -> None:
-    run_id = instances[0].trigger("tick", {"events": samples, "pause": APART})["id"]
+    run_id = instances[0].trigger("tick", {"events": samples, "pause": PAUSE})["id"]
     name = await asyncio.to_thread(eventually, lambda: instances[0].run(run_id)["instance"])
     (other,) = [instance for instance in instances if instance.me()["name"] != name]
     client = Client(other, run_id)
-    await followed([client])
+    await start_following([client])
     await asyncio.to_thread(eventually, lambda: len(client.late) > samples * 0.9, within=120)
-    await left([client])
-    # The first of them were there before it came.
+    await stop_following([client])
+    # The first events were emitted before the client had connected.
     print(distribution("emit → a client elsewhere, idle", client.late[5:], median_ms=ONE_MEDIAN, bound_ms=ONE_P99))
 
 
@@ -143,19 +142,19 @@ async def memory(instances: Sequence[InstanceProcess], count: int) -> None:
     instance = instances[0]
     run_id = instance.trigger("linger-quietly")["id"]
     warm = [Client(instance, run_id) for _ in range(20)]
-    await followed(warm)
+    await start_following(warm)
     before = resident(instance.pid)
     clients = [Client(instance, run_id) for _ in range(count)]
-    await followed(clients)
+    await start_following(clients)
     each = (resident(instance.pid) - before) / count
-    await left([*warm, *clients])
+    await stop_following([*warm, *clients])
     instance.client.post(f"/runs/{run_id}/cancel")
-    kept = verdict(each <= IDLE_MOST * 1024)
-    print(f"{'memory of an idle client':<38} {each / 1024:8.1f} KB   ≤ {IDLE_MOST} KB: {kept}")
+    kept = verdict(each <= MAX_IDLE_KB * 1024)
+    print(f"{'memory of an idle client':<38} {each / 1024:8.1f} KB   ≤ {MAX_IDLE_KB} KB: {kept}")
 
 
 def resident(pid: int) -> int:
-    """Bytes that only this process has in memory."""
+    """Return the bytes of memory that only this process uses."""
     found = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
     return sum(int(line[1]) * 1024 for line in found if line[0] in {"Private_Clean:", "Private_Dirty:"})
 
@@ -170,10 +169,10 @@ async def many(
     with postgres.session("postgres") as session:
         for number in numbers:
             more = [
-                Client(instances[place % len(instances)], ids[place // len(instances) % runs])
-                for place in range(len(clients), number)
+                Client(instances[index % len(instances)], ids[index // len(instances) % runs])
+                for index in range(len(clients), number)
             ]
-            await followed(more)
+            await start_following(more)
             clients += more
             await asyncio.sleep(min(2.0, watched))
             for client in clients:
@@ -181,13 +180,13 @@ async def many(
             before, began = statements(session), time.monotonic()
             await asyncio.sleep(watched)
             seconds = time.monotonic() - began
-            asked = (statements(session) - before) / seconds
+            cost = (statements(session) - before) / seconds
             late = [each for client in clients for each in client.late]
             complete = complete and all(client.in_order and client.late for client in clients)
             bound = MANY_P99 if number == max(numbers) else None
             print(distribution(f"{number} clients, {len(late) / seconds:.0f}/s", late, bound_ms=bound), end="")
-            print(f"   {asked:.0f} transactions/s", flush=True)
-    await left(clients)
+            print(f"   {cost:.0f} transactions/s", flush=True)
+    await stop_following(clients)
     for run_id in ids:
         instances[0].client.post(f"/runs/{run_id}/cancel")
     print(f"complete and in order for each client: {verdict(complete)}")

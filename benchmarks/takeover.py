@@ -1,7 +1,7 @@
-"""From SIGKILL to the row being `gone`, and to a new leader, as PostgreSQL shows them.
+"""From SIGKILL of an instance until its row is `gone`, and until there is a new leader, as PostgreSQL shows them.
 
-Real processes on the embedded PostgreSQL 18, durability on. The clock starts in the moment before the signal is sent
-and stops when a query, repeated without pause, sees the change.
+The instances are real processes on the embedded PostgreSQL 18 with durability on. The clock starts just before the
+signal is sent, and stops when a query that is repeated without pause sees the change.
 """
 
 import tempfile
@@ -74,13 +74,13 @@ def leader_id(session: Session) -> int | None:
 def until(condition: Callable[[], bool], began: float) -> float:
     while not condition():
         if time.monotonic() - began > 30:
-            raise TimeoutError("it never happened")
+            raise TimeoutError("the condition was not met within 30 s")
         time.sleep(0.001)
     return time.monotonic() - began
 
 
 def replace(fleet: Fleet, instances: dict[int, InstanceProcess], victim: int) -> None:
-    """Start another in the place of the killed one, and wait until it waits in the queue for leadership too."""
+    """Start an instance in place of the killed one."""
     del instances[victim]
     (instance,) = fleet.start()
     instances[instance.me()["id"]] = instance

@@ -1,15 +1,15 @@
-"""No-op async runs claimed, run and durably completed by one process, beside the bare SQL limit and the peers.
+"""No-op async runs claimed, executed and durably completed by one process, compared with bare SQL and with the peers.
 
-A burn-down: the backlog is put in while the action is paused, everything is vacuumed and a checkpoint taken, and the
-clock runs from the moment before the action is resumed, over REST, until PostgreSQL wrote the last completion (the
-latest `finished_at`). Ours is a real server process, `flotilla serve`, with uvloop, which it has by default. All are
-on one server, each in a database of its own that fills up from round to round; in each round all of them run, one
+A burn-down: the backlog is inserted while the action is paused, then all tables are vacuumed and a checkpoint is made.
+The clock runs from just before the action is resumed over REST until PostgreSQL has written the last completion (the
+latest `finished_at`). Ours is a real server process, `flotilla serve`, with uvloop, which is its default. All subjects
+use one server, each with its own database, which fills up from round to round. In each round, all subjects run one
 after another.
 
-Beside it, the same with the feed switched off: what changes of state cost for being told to whoever follows them all.
+The same is measured with the feed switched off: the difference is the cost of the feed.
 
-pgbench is what bare SQL can do with two sessions and no Python at all: claim 100, commit, complete them, commit; once
-with the rows completed in place, and once with them moved to a history table, as ours are.
+pgbench shows the limit of bare SQL with two sessions and without Python: claim 100, commit, complete them, commit; once
+with the rows completed in place, and once with the rows moved to a history table, as ours are.
 """
 
 import os
@@ -36,13 +36,13 @@ from tests.support.postgres import Postgres
 
 ROUNDS = 5
 RUNS = 100_000
-LEAST = 40_000
+MIN_RATE = 40_000
 WITHOUT = "Flotilla, the feed switched off"
-COST_MOST = 0.10
+MAX_COST = 0.10
 CONCURRENCY = 2000
 AT_ONCE = 1000
 NAMESPACE = Namespace("flotilla")
-# Fewer for those who need longer. Batch, and the number of connections that was fastest with it here.
+# By batch size: fewer jobs for the slower ones, and the number of connections that was fastest.
 PGQUEUER = {10: (20_000, 5), 100: (50_000, 2), 500: (50_000, 1)}
 PROCRASTINATE = (2000, 5, 7)
 
@@ -75,26 +75,26 @@ LEFT = "SELECT EXISTS (SELECT FROM flotilla.runs)"
 def run(*, short: bool) -> None:
     rounds, share = (1, 0.02) if short else (ROUNDS, 1.0)
     with durable_server() as postgres, ExitStack() as stack:
-        everyone: dict[str, Callable[[], float]] = {
+        subjects: dict[str, Callable[[], float]] = {
             "Flotilla, one process": one_process(postgres, stack, int(RUNS * share)),
             WITHOUT: one_process(postgres, stack, int(RUNS * share), FLOTILLA_FEED_RETENTION="0"),
             "pgbench, bare SQL, 2 × 100, completed in place": bare_sql(postgres, stack, IN_PLACE, int(RUNS * share)),
             "pgbench, bare SQL, 2 × 100, moved to a history": bare_sql(postgres, stack, MOVED, int(RUNS * share)),
         }
         if peers.installed():
-            everyone |= others(postgres, share)
-        measured: dict[str, list[float]] = {name: [] for name in everyone}
+            subjects |= others(postgres, share)
+        measured: dict[str, list[float]] = {name: [] for name in subjects}
         for _ in range(rounds):
-            for name, measure in everyone.items():
+            for name, measure in subjects.items():
                 measured[name].append(measure())
     print(f"{'':<46} jobs/s in each of {rounds} rounds")
     (own_name, own), *rest = measured.items()
     median = sorted(own)[len(own) // 2]
-    print(rates(own_name, own, least=LEAST))
+    print(rates(own_name, own, least=MIN_RATE))
     for name, each in rest:
         print(rates(name, each, ours=median))
     cost = 1 - median / statistics.median(measured[WITHOUT])
-    print(f"{'the feed costs':<46} {max(0.0, cost):.1%}   ≤ {COST_MOST:.0%}: {verdict(cost <= COST_MOST)}")
+    print(f"{'the feed costs':<46} {max(0.0, cost):.1%}   ≤ {MAX_COST:.0%}: {verdict(cost <= MAX_COST)}")
     if not peers.installed():
         print("PgQueuer and Procrastinate: SKIPPED, not installed; `make bench` installs them")
 
@@ -119,8 +119,8 @@ def one_process(postgres: Postgres, stack: ExitStack, runs: int, **env: str) -> 
     return lambda: burn_down(postgres, address, instance, runs)
 
 
-def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs: int, lines: int = 0) -> float:
-    """One round: runs a second. With `lines`, the runs stand in so many, in turn."""
+def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs: int, keys: int = 0) -> float:
+    """Return the runs per second of one round. With `keys`, the runs have so many ordering keys in turn."""
     with postgres.session(address.rpartition("/")[2]) as session:
         post(instance, "/actions/noop/pause")
         row = session.execute("SELECT id, max_attempts FROM flotilla.actions WHERE name = 'noop'").fetchone()
@@ -134,12 +134,12 @@ def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs:
             "trigger": "code",
             "mark": None,
         }
-        if lines:
+        if keys:
             batch["priorities"] = [apart(0, "in a line")] * AT_ONCE
         for first in range(0, runs, AT_ONCE):
-            if lines:
-                batch["ordering_keys"] = [f"line-{number % lines}" for number in range(first, first + AT_ONCE)]
-            session.execute(NAMESPACE.sql(INSERT_LINED if lines else INSERT), batch)
+            if keys:
+                batch["ordering_keys"] = [f"line-{number % keys}" for number in range(first, first + AT_ONCE)]
+            session.execute(NAMESPACE.sql(INSERT_LINED if keys else INSERT), batch)
         session.execute("VACUUM ANALYZE")
         session.execute("CHECKPOINT")
         began = session.execute("SELECT clock_timestamp()").fetchone()
@@ -186,16 +186,16 @@ def bare_sql(postgres: Postgres, stack: ExitStack, complete: str, rows: int) -> 
 
 
 def pgbench(postgres: Postgres, database: str, script: Path, *options: str) -> float:
-    """Run a script with two threads and prepared statements; return transactions a second."""
+    """Run a script with two threads and prepared statements; return the transactions per second."""
     command = [str(postgres.binaries / "pgbench"), "-n", "-M", "prepared", "-j", "2", "-f", str(script), *options]
     run_as = USER if os.geteuid() == 0 else None
     return output_of([*command, postgres.address_of(database)], r"tps = ([\d.]+)", run_as)
 
 
-def output_of(command: list[str], wanted: str, run_as: str | None = None) -> float:
-    """Run a program and read a number from what it printed."""
+def output_of(command: list[str], pattern: str, run_as: str | None = None) -> float:
+    """Run a program, and read a number from its output."""
     done = subprocess.run(command, cwd=ROOT, user=run_as, capture_output=True, text=True, timeout=600, check=False)
-    found = re.search(wanted, done.stdout)
+    found = re.search(pattern, done.stdout)
     if done.returncode != 0 or found is None:
         raise RuntimeError(f"{command[0]} failed:\n{done.stdout}\n{done.stderr}")
     return float(found[1])

@@ -1,6 +1,6 @@
 """Many actions that are all due in the same second (`FLOTILLA_ACTIONS=benchmarks.timetable`).
 
-How many there are, and how many seconds between two slots, is in the environment.
+The environment sets the number of actions, and the seconds between two slots.
 """
 
 import os

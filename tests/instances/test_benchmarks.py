@@ -1,7 +1,7 @@
-"""The benchmarks run, in their short form: a figure nobody can take any more is no figure.
+"""Every benchmark runs, in its short form, and prints its figures: otherwise it could break unnoticed.
 
-Each of these takes as long as the shortest measurements of several benchmarks take together, which is about half a
-minute. That others run beside them makes their figures worse, and nobody looks at those.
+Each test runs several benchmarks, which takes about half a minute. Other tests that run at the same time change the
+figures, so the figures are not checked.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from tests.support.tools import missing
 
 pytestmark = pytest.mark.long
 
-# Those of one process, one after the other; about as long each.
+# The benchmarks that one test runs, one after the other; the groups take about the same time.
 TOGETHER = (
     ("locks", "limits", "throughput"),
     ("start", "latency", "idle"),
@@ -45,7 +45,7 @@ FIGURES = {
         "one statement per heartbeat",
         "a singleton's instance is killed",
     ),
-    "limits": ("who ask", "≤ 1%", "≤ 50", "share of each"),
+    "limits": ("callers", "≤ 1%", "≤ 50", "share of each"),
     "idle": ("a follower/s", "each follower ≤ 2"),
     "takeover": ("SIGKILL of the leader → a new leader",),
     "outage": ("same ids: True; false deaths: 0",),
