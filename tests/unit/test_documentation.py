@@ -476,7 +476,7 @@ def test_every_kind_of_anomaly_that_is_found_is_announced() -> None:
 def test_every_kind_of_anomaly_has_a_page_that_says_what_to_see_check_and_do(kind: str) -> None:
     page = DOCS / "runbook" / f"{kind}.md"
     assert page.read_text().startswith(f"# {kind}\n")
-    assert list(sections(page))[:3] == ["What you see", "Check", "Remedy"]
+    assert list(sections(page))[:3] == ["Symptoms", "Check", "Remedy"]
 
 
 @pytest.mark.parametrize("page", ["instance-will-not-start", "runs-fail"])
@@ -489,7 +489,7 @@ def test_every_text_that_the_runbook_quotes_is_in_the_code(page: str) -> None:
 def test_a_page_of_the_runbook_says_what_to_see_check_and_do(page: Path) -> None:
     found = list(sections(page))
     assert "Check" in found
-    assert {"Remedy", "What it says"} & set(found)
+    assert {"Remedy", "Messages"} & set(found)
     assert re.match(r"# .+\n\n\*.+\*\n", page.read_text()), "under the title, what it is about"
 
 
