@@ -1,7 +1,7 @@
-"""A breaker is one for the whole cluster: it opens for all, one probe is let in, and what comes too late is refused.
+"""All instances share a breaker: it opens for all of them, one probe may enter, and a late result is ignored.
 
-An instance here is a row of the register and breakers of its own, told by real notifications, unless it is deaf; real
-processes are in `tests/instances/test_breakers.py`.
+An instance here is a row of the register with a `Breakers` object of its own, which receives real notifications unless
+it is deaf. `tests/instances/test_limits.py` has real processes.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import pytest
 from app.fleet import BreakerOpen, FleetError, LimitReached, breaker
 from app.fleet.cluster.registry import Identity
 from app.fleet.coordination import breakers
+from app.fleet.coordination.breaker_statements import ENTER_AS_PROBE, PROBE_ABANDONED, PROBE_SUCCEEDED
 from app.fleet.coordination.breakers import Breaker, Breakers
 from app.fleet.db.namespace import Statement
 from app.fleet.errors import BreakerInvalid
@@ -30,11 +31,11 @@ NAME = "harbour: %s'{}🌊"
 
 
 class DownError(Exception):
-    """The other side does not answer."""
+    """The other system does not answer."""
 
 
 class Hand:
-    """One instance: what breakers need of a member, and the breakers."""
+    """One instance: its breakers, and the part of a member that they use."""
 
     def __init__(self, here: EngineHarness, identity: Identity) -> None:
         self.identity = identity
@@ -63,7 +64,7 @@ class Hand:
         self.relink = hook
 
     async def use(self, wanted: Breaker, error: BaseException | None = None) -> bool:
-        """Go in and out again, or fail inside; false if it was refused."""
+        """Run a block, which raises the error if there is one; false if the block was refused."""
         try:
             async with self.breakers.guard(wanted):
                 if error is not None:
@@ -76,7 +77,7 @@ class Hand:
 
     @asynccontextmanager
     async def inside(self, wanted: Breaker) -> AsyncIterator[asyncio.Event]:
-        """Be in it for as long as the block lasts, or until the event is set."""
+        """Keep a block of the breaker running while this block lasts, or until the event is set."""
         entered, leave = asyncio.Event(), asyncio.Event()
 
         async def stay() -> None:
@@ -101,7 +102,7 @@ class Crew(list[Hand]):
         return row
 
     async def rested(self) -> None:
-        """Let the rest be over now, for everyone."""
+        """End the rest now, for all instances."""
         await self.here.sql("UPDATE breakers SET open_until = clock_timestamp()")
         for hand in self:
             hand.relink()
@@ -139,7 +140,7 @@ async def crew_of(count: int, address: str, listening: str) -> AsyncIterator[Cre
 
 @pytest.fixture(scope="module")
 def sea(postgres: Postgres) -> Iterator[str]:
-    """One database for all of these: whatever one has left behind is swept away by the next."""
+    """One database for all tests of this module; each deletes the rows of the test before it."""
     own = postgres.new_database()
     yield own
     postgres.drop(own)
@@ -163,9 +164,9 @@ async def refused(hand: Hand, given: Breaker) -> bool:
 
 
 async def test_failures_on_all_instances_together_open_it_for_all(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    # By notification alone: nobody asks again by itself.
-    monkeypatch.setattr(breakers, "CALM", 3600.0)
-    monkeypatch.setattr(breakers, "BELIEVED", 3600.0)
+    # By notification alone: no instance reads the state again by itself.
+    monkeypatch.setattr(breakers, "CLOSED_LIFETIME", 3600.0)
+    monkeypatch.setattr(breakers, "STATE_LIFETIME", 3600.0)
     given = wanted(failures=5)
     for hand in crew:
         assert await hand.use(given)
@@ -177,16 +178,16 @@ async def test_failures_on_all_instances_together_open_it_for_all(crew: Crew, mo
         await soon(lambda hand=hand: refused(hand, given))  # type: ignore[misc]
 
 
-async def test_whoever_is_refused_is_told_for_how_long(crew: Crew) -> None:
+async def test_a_refusal_says_for_how_long(crew: Crew) -> None:
     await crew[0].use(wanted(), DownError())
     for hand in crew[:2]:
-        with pytest.raises(BreakerOpen, match=r"failed too often, and is left alone for another 1m") as open_:
+        with pytest.raises(BreakerOpen, match=r"failed too often, and is not called for another 1m") as open_:
             async with hand.breakers.guard(wanted()):
                 pytest.fail("it was let in")
         assert 50 < open_.value.retry_after <= 60
 
 
-async def test_failures_count_only_for_so_long(crew: Crew) -> None:
+async def test_failures_count_only_within_their_period(crew: Crew) -> None:
     given = wanted(failures=2)
     await crew[0].use(given, DownError())
     await crew.here.sql("UPDATE breakers SET failed_at = ARRAY[clock_timestamp() - interval '61 s']")
@@ -197,14 +198,14 @@ async def test_failures_count_only_for_so_long(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("no_failure", [asyncio.CancelledError(), LimitReached("no", 1.0), BreakerOpen("no", 1.0)])
-async def test_what_says_nothing_about_the_other_side_does_not_count(crew: Crew, no_failure: BaseException) -> None:
+async def test_cancellations_and_own_refusals_are_not_failures(crew: Crew, no_failure: BaseException) -> None:
     with pytest.raises(type(no_failure)):
         async with crew[0].breakers.guard(wanted()):
             raise no_failure
     assert await crew.here.sql("SELECT 1 FROM breakers") == []
 
 
-async def test_a_body_that_came_in_before_and_fails_while_it_is_open_does_not_count(crew: Crew) -> None:
+async def test_a_block_that_entered_before_and_fails_while_the_breaker_is_open_does_not_count(crew: Crew) -> None:
     async with crew[0].inside(wanted()):
         await crew[1].use(wanted(), DownError())
         before = await crew.row("token, open_until, failed_at")
@@ -216,7 +217,7 @@ async def test_a_body_that_came_in_before_and_fails_while_it_is_open_does_not_co
 # -- the probe --------------------------------------------------------------------------------------------------------
 
 
-async def test_after_its_rest_one_is_let_in_of_the_whole_cluster(crew: Crew) -> None:
+async def test_after_the_rest_one_block_in_the_whole_cluster_may_enter(crew: Crew) -> None:
     await crew[0].use(wanted(), DownError())
     await crew.rested()
     waits, others_refused = list[float](), asyncio.Event()
@@ -232,7 +233,7 @@ async def test_after_its_rest_one_is_let_in_of_the_whole_cluster(crew: Crew) -> 
             return False
         return True
 
-    # A second one inside would make this wait for ever.
+    # A second block inside would make this wait for ever.
     async with asyncio.timeout(60):
         entered = await asyncio.gather(*(enter(hand) for hand in crew for _ in range(20)))
     assert sum(entered) == 1
@@ -249,7 +250,7 @@ async def test_the_success_of_the_probe_closes_it_for_all(crew: Crew) -> None:
     assert await crew.row("open_until, openings, probe_instance") == (None, 0, None)
 
 
-async def test_its_failure_opens_it_again_for_twice_as_long(crew: Crew) -> None:
+async def test_the_failure_of_the_probe_opens_it_again_for_twice_as_long(crew: Crew) -> None:
     await crew[0].use(wanted(), DownError())
     for longer in (2, 4):
         await crew.rested()
@@ -260,7 +261,7 @@ async def test_its_failure_opens_it_again_for_twice_as_long(crew: Crew) -> None:
         assert 60 * longer - 10 < again.value.retry_after <= 60 * longer
 
 
-async def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next(crew: Crew) -> None:
+async def test_after_a_cancelled_probe_the_next_block_may_probe(crew: Crew) -> None:
     await crew[0].use(wanted(), DownError())
     await crew.rested()
     with pytest.raises(asyncio.CancelledError):
@@ -270,10 +271,10 @@ async def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next(crew: Crew
     assert await crew.row("open_until") == (None,)
 
 
-async def test_a_probe_whose_caller_is_cancelled_while_it_is_let_in_leaves_its_place_to_the_next(
+async def test_after_a_caller_that_was_cancelled_while_entering_as_probe_the_next_block_may_probe(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row says already that it probes; the answer that tells it so is on its way."""
+    """The row has the probe already; the answer is still in flight."""
     written, answered = asyncio.Event(), asyncio.Event()
     await crew[0].use(wanted(), DownError())
     await crew.rested()
@@ -281,7 +282,7 @@ async def test_a_probe_whose_caller_is_cancelled_while_it_is_let_in_leaves_its_p
 
     async def answer_late(statement: Statement, *given: Any, **more: Any) -> Any:
         answer = await fetch(statement, *given, **more)
-        if statement is breakers.PROBE:
+        if statement is ENTER_AS_PROBE:
             written.set()
             await answered.wait()
         return answer
@@ -297,7 +298,7 @@ async def test_a_probe_whose_caller_is_cancelled_while_it_is_let_in_leaves_its_p
 
 
 @pytest.mark.parametrize("error", [None, asyncio.CancelledError()], ids=["succeeded", "was cancelled"])
-async def test_what_became_of_a_probe_is_written_as_soon_as_the_database_can_be_reached(
+async def test_the_result_of_a_probe_is_written_as_soon_as_the_database_can_be_reached(
     crew: Crew, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
 ) -> None:
     failures: list[str] = []
@@ -306,7 +307,7 @@ async def test_what_became_of_a_probe_is_written_as_soon_as_the_database_can_be_
     fetch = crew[0].breakers._fetch
 
     async def fail_twice(statement: Statement, *given: Any, **more: Any) -> Any:
-        if statement in {breakers.PASSED, breakers.GIVEN_BACK} and len(failures) < 2:
+        if statement in {PROBE_SUCCEEDED, PROBE_ABANDONED} and len(failures) < 2:
             failures.append(statement)
             raise psycopg.OperationalError("the database is away")
         return await fetch(statement, *given, **more)
@@ -322,7 +323,7 @@ async def test_what_became_of_a_probe_is_written_as_soon_as_the_database_can_be_
     assert len(failures) == 2
 
 
-async def test_the_next_may_probe_once_the_instance_of_the_first_is_gone(crew: Crew) -> None:
+async def test_the_next_block_may_probe_when_the_instance_of_the_first_is_gone(crew: Crew) -> None:
     await crew[0].use(wanted(), DownError())
     await crew.rested()
     async with crew[0].inside(wanted()):
@@ -332,7 +333,7 @@ async def test_the_next_may_probe_once_the_instance_of_the_first_is_gone(crew: C
         assert await crew[1].use(wanted())
 
 
-async def test_the_next_may_probe_after_so_long_and_what_the_first_one_reports_is_refused(crew: Crew) -> None:
+async def test_the_next_block_may_probe_after_the_timeout_and_the_result_of_the_first_is_ignored(crew: Crew) -> None:
     short = wanted(probe_timeout="100ms")
     await crew[0].use(short, DownError())
     await crew.rested()
@@ -341,7 +342,7 @@ async def test_the_next_may_probe_after_so_long_and_what_the_first_one_reports_i
         await asyncio.sleep(0.15)
         async with crew[1].inside(wanted()):
             second = await crew.row("token, open_until, probe_instance, probe_until")
-            # The first one succeeds.
+            # The first probe succeeds.
             await first.aclose()
             assert await crew.row("token, open_until, probe_instance, probe_until") == second
             assert await refused(crew[2], wanted())
@@ -358,17 +359,17 @@ async def test_the_token_only_grows(crew: Crew) -> None:
     assert tokens == sorted(set(tokens))
 
 
-# -- what an instance knows -------------------------------------------------------------------------------------------
+# -- the states of an instance ----------------------------------------------------------------------------------------
 
 
-async def test_while_all_is_well_it_costs_one_question_for_very_many_uses(crew: Crew) -> None:
+async def test_a_closed_breaker_is_read_once_for_very_many_uses(crew: Crew) -> None:
     await asyncio.gather(*(crew[0].use(wanted()) for _ in range(100)))
     for _ in range(100):
         await crew[0].use(wanted())
     assert crew[0].asked == 1
 
 
-async def test_while_it_is_open_those_who_are_refused_cost_hardly_anything(crew: Crew) -> None:
+async def test_refusals_by_an_open_breaker_need_hardly_any_statement(crew: Crew) -> None:
     await crew[0].use(wanted(), DownError())
     await soon(lambda: refused(crew[1], wanted()))
     before = crew[1].asked
@@ -377,7 +378,9 @@ async def test_while_it_is_open_those_who_are_refused_cost_hardly_anything(crew:
     assert crew[1].asked - before <= 2
 
 
-async def test_whoever_did_not_hear_of_it_is_told_when_its_own_body_fails(crew: Crew) -> None:
+async def test_an_instance_that_missed_the_opening_learns_of_it_when_its_own_block_fails(
+    crew: Crew,
+) -> None:
     await crew[1].use(wanted())
     crew[1].deaf = True
     await crew[0].use(wanted(), DownError())
@@ -385,10 +388,10 @@ async def test_whoever_did_not_hear_of_it_is_told_when_its_own_body_fails(crew: 
     assert await refused(crew[1], wanted())
 
 
-async def test_while_failures_count_the_others_ask_again_although_nobody_told_them(
+async def test_while_failures_count_other_instances_read_the_state_again_without_a_notification(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breakers, "BELIEVED", 0.1)
+    monkeypatch.setattr(breakers, "STATE_LIFETIME", 0.1)
     given = wanted(failures=2)
     await crew[0].use(given, DownError())
     await crew[1].use(given)
@@ -397,10 +400,10 @@ async def test_while_failures_count_the_others_ask_again_although_nobody_told_th
     await soon(lambda: refused(crew[1], given))
 
 
-async def test_without_its_link_an_instance_does_not_rely_on_being_told(
+async def test_without_its_link_an_instance_does_not_rely_on_notifications(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breakers, "BELIEVED", 0.1)
+    monkeypatch.setattr(breakers, "STATE_LIFETIME", 0.1)
     await crew[1].use(wanted())
     crew[1].deaf = True
     crew[1].linked = False
@@ -408,7 +411,7 @@ async def test_without_its_link_an_instance_does_not_rely_on_being_told(
     await soon(lambda: refused(crew[1], wanted()))
 
 
-async def test_when_the_link_is_back_nothing_is_believed(crew: Crew) -> None:
+async def test_all_states_are_invalid_when_the_link_is_up_again(crew: Crew) -> None:
     await crew[1].use(wanted())
     crew[1].deaf = True
     await crew[0].use(wanted(), DownError())
@@ -417,8 +420,8 @@ async def test_when_the_link_is_back_nothing_is_believed(crew: Crew) -> None:
     assert await refused(crew[1], wanted())
 
 
-async def test_an_answer_that_is_older_than_the_news_is_not_kept(crew: Crew) -> None:
-    """Asked before it opened, and answered after it was told of that."""
+async def test_an_answer_that_is_older_than_a_notification_is_not_kept(crew: Crew) -> None:
+    """Read before the breaker opened, and received after the notification."""
     slow, look = asyncio.Event(), crew[1].breakers._fetch
 
     async def slowly(*given: Any, **more: Any) -> Any:
@@ -441,13 +444,13 @@ async def asked(hand: Hand) -> bool:
 
 
 async def forgot(hand: Hand) -> bool:
-    return hand.breakers._news > 0
+    return hand.breakers._invalidations > 0
 
 
-async def test_while_the_database_is_away_it_is_as_it_was_known_and_unknown_it_lets_everyone_in(
+async def test_while_the_database_is_away_the_last_state_applies_and_an_unknown_breaker_refuses_nothing(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breakers, "BELIEVED", 0.1)
+    monkeypatch.setattr(breakers, "STATE_LIFETIME", 0.1)
     port = int(address.rpartition("/")[0].rpartition(":")[2])
     with Proxy(("127.0.0.1", port)) as proxy:
         async with crew_of(2, address.replace(f":{port}/", f":{proxy.port}/"), address) as crew:
@@ -464,7 +467,7 @@ async def test_while_the_database_is_away_it_is_as_it_was_known_and_unknown_it_l
             await soon(lambda: refused(crew[1], wanted()))
 
 
-# -- what is asked for ------------------------------------------------------------------------------------------------
+# -- the arguments ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,18 +484,18 @@ async def test_while_the_database_is_away_it_is_as_it_was_known_and_unknown_it_l
         ({"probe_timeout": "2000d"}, "`probe_timeout` is"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, Any], said: str) -> None:
     given = {"name": NAME, "failures": 5, "within": "60s", "rest": "30s", "probe_timeout": "60s"}
     with pytest.raises(BreakerInvalid, match=said):
         Breaker.of(**{**given, **wrong})
 
 
-def test_outside_of_a_running_service_there_is_no_breaker() -> None:
+def test_a_breaker_outside_of_a_running_service_raises() -> None:
     with pytest.raises(FleetError, match="in the code of a running service"):
         breaker(NAME)
 
 
-async def test_a_route_that_is_refused_answers_503_on_every_instance_and_says_when(address: str) -> None:
+async def test_a_refused_route_answers_503_with_retry_after_on_every_instance(address: str) -> None:
     async with service(address) as one, service(address) as other:
         assert (await other.client.get("/trial/guarded", params={"fails": False})).status_code == 200
         assert (await one.client.get("/trial/guarded", params={"fails": True})).status_code == 502

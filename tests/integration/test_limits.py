@@ -1,7 +1,6 @@
-"""A limit is one for the whole cluster: exact, in order, and closed to whoever has no permit.
+"""All instances share a limit: it is exact, serves callers in order, and lets nothing pass without a permit.
 
-Whoever is an instance here has limits of its own, on the one database; those of real processes are in
-`tests/instances/test_limits.py`.
+An instance is a `Limits` object of its own here, on one database; `tests/instances/test_limits.py` has real processes.
 """
 
 import asyncio
@@ -14,7 +13,8 @@ import pytest
 
 from app.fleet import FleetError, LimitReached, limit
 from app.fleet.cluster.link import clock
-from app.fleet.coordination.limits import ANSWER_MOST, LATE, Limit, Limits
+from app.fleet.coordination.limits import Limits
+from app.fleet.coordination.permits import MAX_ANSWER_TIME, TOLERANCE, Limit
 from app.fleet.db.pool import Connection
 from app.fleet.errors import LimitInvalid
 from app.fleet.validation import check_duration
@@ -31,7 +31,7 @@ ROUNDS = 5
 
 @pytest.fixture(scope="module")
 def sea(postgres: Postgres) -> Iterator[str]:
-    """One database for all of these: a limit is left behind by each, and swept away by the next."""
+    """One database for all tests of this module; each deletes the limits of the test before it."""
     own = postgres.new_database()
     yield own
     postgres.drop(own)
@@ -45,7 +45,7 @@ async def here(sea: str) -> AsyncIterator[EngineHarness]:
 
 
 async def work(limits: Limits, wanted: Limit, count: int, instants: list[float], seconds: float) -> None:
-    """So many who ask again and again, for so long."""
+    """Take permits again and again for some seconds, from `count` tasks."""
 
     async def ask() -> None:
         while True:
@@ -69,30 +69,28 @@ async def used_until(here: EngineHarness) -> float:
 
 
 @pytest.mark.parametrize("burst", [1, 40])
-async def test_no_span_of_time_has_more_than_it_may_from_all_together_and_hardly_less(
-    here: EngineHarness, burst: int
-) -> None:
+async def test_all_instances_together_use_the_rate_in_any_period_and_no_more(here: EngineHarness, burst: int) -> None:
     wanted = Limit.of("tides", "200/s", burst)
     for _ in range(ROUNDS):
         await here.sql("TRUNCATE limits")
         instants, began = list[float](), clock()
         await asyncio.gather(*(work(Limits(here.database), wanted, 30, instants, 1.0) for _ in range(3)))
-        # Half of what may be late is left for the machine that runs this.
-        assert excess(instants, wanted.interval, burst) <= 2 * LATE / wanted.interval
-        # Permits that come too late are lost. On a machine that is busy, that happens; in each round it does not.
+        # One tolerance is the limit's, the other is for the machine that runs this test.
+        assert excess(instants, wanted.interval, burst) <= 2 * TOLERANCE / wanted.interval
+        # Permits that come too late are lost. That happens on a busy machine, but not in every round.
         if len(instants) >= 0.8 * (burst + 200 * min(1.0, clock() - began)):
             return
-    pytest.fail("hardly less than it may")
+    pytest.fail("in no round, the rate was used")
 
 
-async def test_a_burst_is_let_through_at_once_and_not_one_more(here: EngineHarness) -> None:
+async def test_a_burst_passes_at_once_and_nothing_beyond_it(here: EngineHarness) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "1/h", 50)
     await asyncio.gather(*(limits.take(wanted, 0) for _ in range(50)))
     with pytest.raises(LimitReached):
         await limits.take(wanted, 0)
 
 
-async def test_two_rates_of_one_name_each_move_it_on_by_their_own_interval(here: EngineHarness) -> None:
+async def test_two_rates_of_one_name_each_advance_the_row_by_their_own_interval(here: EngineHarness) -> None:
     limits = Limits(here.database)
     await limits.take(Limit.of("tides", "1/m", 2), 0)
     before = await used_until(here)
@@ -100,17 +98,17 @@ async def test_two_rates_of_one_name_each_move_it_on_by_their_own_interval(here:
     assert await used_until(here) - before == pytest.approx(3600, abs=0.001)
 
 
-async def test_each_name_has_its_own(here: EngineHarness) -> None:
+async def test_each_name_is_a_limit_of_its_own(here: EngineHarness) -> None:
     limits = Limits(here.database)
     for name in ("tides", "%s'{}:;", "潮汐 🌊"):
         await limits.take(Limit.of(name, "1/h", 1), 0)
     assert sorted(await here.sql("SELECT name FROM limits")) == [("%s'{}:;",), ("tides",), ("潮汐 🌊",)]
 
 
-# -- who waits --------------------------------------------------------------------------------------------------------
+# -- waiting ----------------------------------------------------------------------------------------------------------
 
 
-async def test_who_does_not_want_to_wait_is_refused_and_told_when_and_has_taken_nothing(here: EngineHarness) -> None:
+async def test_a_refused_caller_learns_when_to_try_again_and_has_used_no_permit(here: EngineHarness) -> None:
     wanted = Limit.of("tides", "1/m", 1)
     await Limits(here.database).take(wanted, 0)
     before = await used_until(here)
@@ -159,7 +157,7 @@ async def test_first_come_is_first_served(here: EngineHarness) -> None:
     assert served == list(range(60))
 
 
-async def test_one_who_waits_elsewhere_does_not_wait_for_all_of_a_crowd_here(here: EngineHarness) -> None:
+async def test_a_waiter_of_another_instance_does_not_wait_for_all_waiters_of_this_one(here: EngineHarness) -> None:
     wanted, crowded, instants = Limit.of("tides", "100/s", 1), Limits(here.database), list[float]()
     crowd = asyncio.create_task(work(crowded, wanted, 500, instants, 5.0))
     await soon(lambda: served_some(instants))
@@ -175,8 +173,8 @@ async def served_some(instants: list[float]) -> bool:
     return len(instants) > 3
 
 
-async def test_the_permit_of_one_who_gave_up_goes_to_the_next(here: EngineHarness) -> None:
-    # So seldom that the first has not had its permit when it gives up.
+async def test_the_permit_of_a_waiter_that_gave_up_goes_to_the_next(here: EngineHarness) -> None:
+    # Rare enough that the first waiter gives up before the time of its permit.
     limits, wanted = Limits(here.database), Limit.of("tides", "1/3s", 1)
     await limits.take(wanted, 0)
     before = await used_until(here)
@@ -187,10 +185,10 @@ async def test_the_permit_of_one_who_gave_up_goes_to_the_next(here: EngineHarnes
     assert await used_until(here) - before == pytest.approx(wanted.interval, abs=0.001)
 
 
-async def test_it_is_kept_for_whoever_comes_next_until_its_time(
+async def test_an_unused_permit_is_kept_for_the_next_caller(
     here: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.fleet.coordination.limits.BELIEVED", 0.0)
+    monkeypatch.setattr("app.fleet.coordination.permits.ANSWER_LIFETIME", 0.0)
     limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 1)
     await limits.take(wanted, 0)
     before = await used_until(here)
@@ -198,13 +196,13 @@ async def test_it_is_kept_for_whoever_comes_next_until_its_time(
     await soon(lambda: moved(here, before))
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    limits._forget_idle()
+    limits._remove_idle()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(limits.take(wanted, None), 0.2)
     assert await used_until(here) - before == pytest.approx(wanted.interval, abs=0.001)
 
 
-async def test_many_are_served_by_few_statements_and_those_who_are_refused_by_none(here: EngineHarness) -> None:
+async def test_few_statements_serve_many_callers_and_refusals_need_none(here: EngineHarness) -> None:
     limits, asked = Limits(here.database), 0
     connection = limits.connection
 
@@ -224,14 +222,14 @@ async def test_many_are_served_by_few_statements_and_those_who_are_refused_by_no
     assert asked - before <= 1
 
 
-async def test_whoever_still_waits_when_the_instance_leaves_is_told_so(here: EngineHarness) -> None:
+async def test_waiters_are_refused_when_the_instance_shuts_down(here: EngineHarness) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 1)
     await limits.start()
     await limits.take(wanted, 0)
     waiting = asyncio.create_task(limits.take(wanted, None))
     await soon(lambda: waits(limits))
     await limits.stop()
-    with pytest.raises(LimitReached, match="this instance leaves"):
+    with pytest.raises(LimitReached, match="this instance shuts down"):
         await waiting
 
 
@@ -242,7 +240,9 @@ async def waits(limits: Limits) -> bool:
 # -- too late ---------------------------------------------------------------------------------------------------------
 
 
-async def test_who_was_frozen_lets_no_heap_through_on_waking(here: EngineHarness) -> None:
+async def test_an_instance_that_was_frozen_does_not_use_many_permits_at_once_when_it_continues(
+    here: EngineHarness,
+) -> None:
     limits, wanted, instants = Limits(here.database), Limit.of("tides", "1000/s", 1), list[float]()
 
     async def ask() -> None:
@@ -251,14 +251,14 @@ async def test_who_was_frozen_lets_no_heap_through_on_waking(here: EngineHarness
 
     asking = [asyncio.create_task(ask()) for _ in range(110)]
     await soon(lambda: served_some(instants), every=0.001)
-    time.sleep(0.5)  # noqa: ASYNC251 — nothing here goes on meanwhile, as in a process that is stopped
+    time.sleep(0.5)  # noqa: ASYNC251 — nothing here continues meanwhile, as in a stopped process
     woken = clock()
     await asyncio.gather(*asking)
     assert len([instant for instant in instants if woken <= instant < woken + 0.005]) < 20
 
 
-async def test_a_permit_that_was_handed_to_one_who_woke_too_late_is_not_used(here: EngineHarness) -> None:
-    """Ten are let through in the same moment. The first keeps the nine others from noticing, until ten more may."""
+async def test_a_permit_whose_task_continued_too_late_is_not_used(here: EngineHarness) -> None:
+    """Ten tasks are given a permit at once; the first blocks the loop, until ten others have passed elsewhere."""
     limits, wanted, instants = Limits(here.database), Limit.of("tides", "100/s", 10), list[float]()
     others: list[asyncio.Task[None]] = []
 
@@ -276,34 +276,34 @@ async def test_a_permit_that_was_handed_to_one_who_woke_too_late_is_not_used(her
     assert excess(instants, wanted.interval, wanted.burst) < 6
 
 
-async def test_a_permit_is_never_given_early_however_long_the_answer_took(here: EngineHarness, sea: str) -> None:
+async def test_a_permit_is_never_used_early_even_after_a_slow_answer(here: EngineHarness, sea: str) -> None:
     limits, wanted = Limits(here.database), Limit.of("tides", "1/s", 1)
     await limits.take(wanted, 0)
     instant = await used_until(here)
     with psycopg.connect(sea) as holder:
         holder.execute("SELECT FROM flotilla.limits FOR UPDATE")
         waiting = asyncio.create_task(limits.take(wanted, None))
-        await asyncio.sleep(0.7 * ANSWER_MOST)
+        await asyncio.sleep(0.7 * MAX_ANSWER_TIME)
     await waiting
     # The server runs on this machine, and has its clock.
     assert time.time() >= instant
 
 
-async def test_an_answer_that_took_too_long_counts_for_nothing(here: EngineHarness, sea: str) -> None:
-    """Whoever was frozen while it was on its way cannot know how old it is."""
+async def test_the_lease_of_a_slow_answer_is_discarded(here: EngineHarness, sea: str) -> None:
+    """An instance that was frozen while the answer was in flight cannot know the age of the answer."""
     limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 5)
     await limits.take(wanted, 0)
     before = await used_until(here)
     with psycopg.connect(sea) as holder:
         holder.execute("SELECT FROM flotilla.limits FOR UPDATE")
         waiting = asyncio.create_task(limits.take(wanted, None))
-        await asyncio.sleep(ANSWER_MOST + 0.2)
+        await asyncio.sleep(MAX_ANSWER_TIME + 0.2)
         assert not waiting.done()
     await waiting
     assert await used_until(here) - before == pytest.approx(2 * wanted.interval, abs=0.001)
 
 
-async def test_while_the_database_is_away_nobody_passes_and_then_they_do(address: str) -> None:
+async def test_nothing_passes_while_the_database_is_away_and_callers_continue_afterwards(address: str) -> None:
     host, port = "127.0.0.1", int(address.rpartition("/")[0].rpartition(":")[2])
     with Proxy((host, port)) as proxy:
         async with engine_harness(address.replace(f":{port}/", f":{proxy.port}/")) as here:
@@ -319,7 +319,7 @@ async def test_while_the_database_is_away_nobody_passes_and_then_they_do(address
             await asyncio.wait_for(waiting, 60)
 
 
-# -- what is asked for ------------------------------------------------------------------------------------------------
+# -- the arguments ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -339,23 +339,23 @@ async def test_while_the_database_is_away_nobody_passes_and_then_they_do(address
         (7, "10/s", 1, "from 1 to 200 printable characters"),
     ],
 )
-def test_what_cannot_be_is_refused(name: str, rate: str, burst: int, said: str) -> None:
+def test_invalid_arguments_are_refused(name: str, rate: str, burst: int, said: str) -> None:
     with pytest.raises(LimitInvalid, match=said.replace("(", r"\(")):
         Limit.of(name, rate, burst)
 
 
 @pytest.mark.parametrize("wait", [-1, "soon", float("nan"), float("inf")])
-def test_a_wait_that_cannot_be_is_refused(wait: float) -> None:
+def test_an_invalid_wait_is_refused(wait: float) -> None:
     with pytest.raises(LimitInvalid, match="`wait`"):
         check_duration("wait", wait, LimitInvalid)
 
 
-async def test_outside_of_a_running_service_there_is_no_limit() -> None:
+async def test_a_limit_outside_of_a_running_service_raises() -> None:
     with pytest.raises(FleetError, match="in the code of a running service"):
         await limit("tides", "10/s")
 
 
-async def test_a_route_that_is_refused_answers_429_and_says_when(address: str) -> None:
+async def test_a_refused_route_answers_429_with_retry_after(address: str) -> None:
     async with service(address) as running:
         assert (await running.client.get("/trial/limited")).status_code == 200
         refused = await running.client.get("/trial/limited")

@@ -1,4 +1,4 @@
-"""Locks: one holder at a time, in turn, each with a token of its own; and what becomes of one that is none any more."""
+"""Locks: one holder at a time, in order, each with a new token; and the end of a holder that has lost its lock."""
 
 import asyncio
 import re
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
-    """One instance, whose locks are meant in the test."""
+    """One instance; the functions of service code use its locks in the test."""
     async with local_instance(address) as own:
         own.engine.enter()
         yield own
@@ -36,15 +36,15 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 @pytest.fixture
 async def there(address: str, here: LocalInstance) -> AsyncIterator[LocalInstance]:
-    """Another one."""
+    """Another instance."""
     async with local_instance(address) as other:
-        # The one that started last is meant otherwise.
+        # Otherwise, service code would use the instance that started last.
         here.engine.enter()
         yield other
 
 
 def at(instance: LocalInstance, work: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
-    """Do something at this instance, in a task that has nothing to do with the test's: it holds no locks."""
+    """Do something at this instance, in a task with a context of its own, which holds no locks."""
 
     async def enter() -> Any:
         instance.engine.enter()
@@ -54,7 +54,7 @@ def at(instance: LocalInstance, work: Callable[[], Awaitable[Any]]) -> "asyncio.
 
 
 async def hold(name: str, until: asyncio.Event, **options: Any) -> int:
-    """Hold a lock until told otherwise; return its token."""
+    """Hold a lock until the event is set; return its token."""
     async with lock(name, **options) as held:
         await until.wait()
         return held.token
@@ -71,7 +71,7 @@ def identity(instance: LocalInstance) -> Identity:
 
 
 async def row(instance: LocalInstance, name: str = "x") -> tuple[int | None, int]:
-    """Who has a lock, and its token."""
+    """Return the instance that holds a lock, and the token."""
     rows = await instance.sql("SELECT instance_id, token FROM service_locks WHERE name = %s", name)
     return rows[0][0], rows[0][1]
 
@@ -98,7 +98,7 @@ async def see_nothing(_: object) -> None:
     """Poll without a result, so that only a notification can grant a lock."""
 
 
-# -- one at a time, in turn -------------------------------------------------------------------------------------------
+# -- one holder at a time ---------------------------------------------------------------------------------------------
 
 
 async def test_a_lock_is_held_by_one_and_each_holder_has_a_higher_token(address: str) -> None:
@@ -121,7 +121,7 @@ async def test_a_lock_is_held_by_one_and_each_holder_has_a_higher_token(address:
     assert tokens == list(range(1, 31))
 
 
-async def test_those_who_wait_are_let_in_as_they_came(here: LocalInstance) -> None:
+async def test_waiters_are_granted_the_lock_in_the_order_in_which_they_came(here: LocalInstance) -> None:
     order: list[int] = []
 
     async def queue(number: int) -> None:
@@ -137,7 +137,7 @@ async def test_those_who_wait_are_let_in_as_they_came(here: LocalInstance) -> No
     assert order == list(range(5))
 
 
-async def test_a_lock_that_is_free_is_not_for_a_newcomer_while_somebody_waits(here: LocalInstance) -> None:
+async def test_a_new_caller_does_not_take_a_free_lock_that_has_a_waiter(here: LocalInstance) -> None:
     await here.sql("INSERT INTO service_locks (name, token) VALUES ('x', 7)")
     await here.sql(
         "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '10s', '{}')",
@@ -146,7 +146,7 @@ async def test_a_lock_that_is_free_is_not_for_a_newcomer_while_somebody_waits(he
     assert await locks_of(here)._take(LockRequest("x", 10, None), identity(here)) is None
 
 
-async def test_it_is_passed_on_between_instances_at_once(here: LocalInstance, there: LocalInstance) -> None:
+async def test_a_released_lock_is_granted_to_another_instance(here: LocalInstance, there: LocalInstance) -> None:
     over = asyncio.Event()
     holder = asyncio.create_task(hold("x", over))
     await held_by(here)
@@ -156,7 +156,7 @@ async def test_it_is_passed_on_between_instances_at_once(here: LocalInstance, th
     assert (await holder, await next_one) == (1, 2)
 
 
-async def test_without_waiting_a_lock_that_is_taken_is_refused_and_says_who_has_it(
+async def test_without_waiting_a_held_lock_is_refused_and_the_error_names_its_holder(
     here: LocalInstance, there: LocalInstance
 ) -> None:
     async def now() -> None:
@@ -168,7 +168,7 @@ async def test_without_waiting_a_lock_that_is_taken_is_refused_and_says_who_has_
             await at(there, now)
 
 
-async def test_whoever_waits_too_long_is_refused_and_does_not_stand_in_the_queue_any_more(here: LocalInstance) -> None:
+async def test_a_caller_whose_wait_is_over_is_refused_and_leaves_the_queue(here: LocalInstance) -> None:
     async def briefly() -> None:
         async with lock("x", wait="200ms"):
             pytest.fail("it is held")
@@ -180,7 +180,7 @@ async def test_whoever_waits_too_long_is_refused_and_does_not_stand_in_the_queue
     assert locks_of(here).waiting == 0
 
 
-async def test_whoever_is_let_in_and_has_gone_passes_it_on(here: LocalInstance) -> None:
+async def test_a_lock_granted_to_a_cancelled_waiter_is_granted_to_the_next(here: LocalInstance) -> None:
     over = asyncio.Event()
     async with lock("x"):
         gives_up = at(here, lambda: hold("x", over))
@@ -196,7 +196,7 @@ async def test_whoever_is_let_in_and_has_gone_passes_it_on(here: LocalInstance) 
     assert await asyncio.wait_for(stays, 60) == 3
 
 
-async def test_what_no_notification_told_is_found_by_looking(here: LocalInstance) -> None:
+async def test_a_grant_whose_notification_was_lost_is_found_by_polling(here: LocalInstance) -> None:
     over = asyncio.Event()
     locks_of(here)._member._listeners.pop("granted")
     async with lock("x"):
@@ -206,8 +206,8 @@ async def test_what_no_notification_told_is_found_by_looking(here: LocalInstance
     assert await asyncio.wait_for(deaf, 60) == 2
 
 
-async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: LocalInstance) -> None:
-    """Let in while its link was broken, and passed over when its `ttl` was over: its place in the queue is gone."""
+async def test_a_waiter_whose_grant_expired_unnoticed_queues_again(here: LocalInstance) -> None:
+    """It was granted the lock while its link was broken, and the `ttl` expired: its row in the queue is gone."""
     over = asyncio.Event()
     over.set()
     async with lock("x"):
@@ -219,10 +219,10 @@ async def test_whoever_did_not_hear_of_it_until_it_was_over_waits_anew(here: Loc
     assert await asyncio.wait_for(passed_over, 60) == 2
 
 
-# -- circles ----------------------------------------------------------------------------------------------------------
+# -- deadlocks --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_task_that_has_a_lock_already_is_refused_it_at_once(here: LocalInstance) -> None:
+async def test_a_task_that_requests_a_lock_that_it_holds_is_refused_at_once(here: LocalInstance) -> None:
     async with lock("x"):
         with pytest.raises(LockCycle, match="this task holds the lock 'x' already"):
             async with lock("x"):
@@ -230,7 +230,7 @@ async def test_a_task_that_has_a_lock_already_is_refused_it_at_once(here: LocalI
     assert (await row(here))[0] is None
 
 
-async def test_a_task_may_have_a_lock_again_that_it_had_before(here: LocalInstance) -> None:
+async def test_a_task_may_take_a_lock_again_after_its_release(here: LocalInstance) -> None:
     async with lock("x"):
         pass
     async with lock("x") as held:
@@ -238,7 +238,7 @@ async def test_a_task_may_have_a_lock_again_that_it_had_before(here: LocalInstan
     assert here
 
 
-async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way(
+async def test_of_two_tasks_that_take_two_locks_in_opposite_orders_the_newer_waiter_fails(
     here: LocalInstance, there: LocalInstance
 ) -> None:
     both = asyncio.Barrier(2)
@@ -259,7 +259,7 @@ async def test_of_two_that_take_two_locks_in_opposite_orders_the_later_gives_way
 # -- guarding ---------------------------------------------------------------------------------------------------------
 
 
-async def test_whoever_lost_it_commits_nothing_that_is_guarded(here: LocalInstance) -> None:
+async def test_a_holder_that_has_lost_its_lock_commits_no_guarded_transaction(here: LocalInstance) -> None:
     await here.sql("CREATE TABLE public.effects (token bigint)")
     database = here.running.context.database
     with pytest.raises(LockLost, match="no longer held with the token 1"):
@@ -273,8 +273,10 @@ async def test_whoever_lost_it_commits_nothing_that_is_guarded(here: LocalInstan
     assert locks_of(here).refused == 1
 
 
-async def test_nobody_is_let_in_before_what_is_guarded_has_ended(here: LocalInstance, there: LocalInstance) -> None:
-    """A transaction may outlive the block: a route's does. It is not waited for, and it is not overtaken."""
+async def test_a_lock_is_not_granted_before_a_guarded_transaction_has_ended(
+    here: LocalInstance, there: LocalInstance
+) -> None:
+    """A transaction may outlive the block, as a route's does: the release does not wait for it, the grant does."""
     over = asyncio.Event()
     over.set()
     async with here.running.context.database.connection() as connection:
@@ -287,10 +289,10 @@ async def test_nobody_is_let_in_before_what_is_guarded_has_ended(here: LocalInst
     assert await asyncio.wait_for(next_one, 60) == 2
 
 
-async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_ended(
+async def test_a_lock_released_during_a_guarded_transaction_is_granted_when_that_has_ended(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the one who let go, and not only by those who wait: they look seldom."""
+    """The releasing instance grants it: the waiters poll too rarely."""
     over = asyncio.Event()
     over.set()
     monkeypatch.setattr(locks_of(there)._queue, "_poll", see_nothing)
@@ -301,7 +303,7 @@ async def test_what_was_let_go_while_it_was_guarded_is_passed_on_when_that_has_e
     assert await asyncio.wait_for(next_one, 60) == 2
 
 
-async def test_a_renewal_does_not_wait_for_what_is_guarded(here: LocalInstance) -> None:
+async def test_a_renewal_does_not_wait_for_a_guarded_transaction(here: LocalInstance) -> None:
     async with lock("x", ttl="3s") as held, here.running.context.database.connection() as connection:
         await held.guard(connection)
         before = held.expires_at
@@ -316,7 +318,7 @@ async def test_a_renewal_does_not_wait_for_what_is_guarded(here: LocalInstance) 
 # -- losing it --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_lock_that_nobody_renews_is_free_after_its_ttl(here: LocalInstance, there: LocalInstance) -> None:
+async def test_a_lock_that_is_not_renewed_is_free_after_its_ttl(here: LocalInstance, there: LocalInstance) -> None:
     over = asyncio.Event()
     over.set()
     locks_of(here)._member._beat_hooks.clear()
@@ -338,13 +340,13 @@ async def test_a_lock_that_its_living_holder_forgot_is_free_after_its_ttl(here: 
 
 async def test_a_body_that_blocks_the_event_loop_keeps_its_lock(here: LocalInstance) -> None:
     async with lock("x", ttl="3s") as held:
-        time.sleep(4)  # noqa: ASYNC251 — the mistake that this is about
+        time.sleep(4)  # noqa: ASYNC251 — the mistake that is tested
         await asyncio.sleep(0.2)
         assert held.active
     assert (await row(here))[1] == 1
 
 
-async def test_a_body_is_cancelled_when_somebody_else_has_its_lock(here: LocalInstance) -> None:
+async def test_a_block_is_cancelled_when_its_lock_has_another_holder(here: LocalInstance) -> None:
     with pytest.raises(LockLost, match="'x', with the token 1, was lost: it was taken over"):
         async with lock("x"):
             await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
@@ -352,16 +354,14 @@ async def test_a_body_is_cancelled_when_somebody_else_has_its_lock(here: LocalIn
     assert (await row(here))[1] == 2
 
 
-async def test_a_body_may_want_to_be_told_and_not_to_be_cancelled(here: LocalInstance) -> None:
+async def test_with_on_loss_tell_a_block_is_not_cancelled(here: LocalInstance) -> None:
     async with lock("x", on_loss="tell") as held:
         await here.sql("UPDATE service_locks SET token = 2 WHERE name = 'x'")
         await asyncio.wait_for(held.lost.wait(), 60)
         assert held.why_lost == "it was taken over"
 
 
-async def test_a_link_that_is_up_again_soon_enough_costs_no_lock(
-    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_short_break_of_the_link_loses_no_lock(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renewal, "MAX_LINK_BREAK", 10.0)
     member = here.running.context.member
     async with lock("x") as held:
@@ -392,7 +392,7 @@ async def test_a_body_does_not_go_on_while_the_database_is_away(own_postgres: Po
         await asyncio.to_thread(own_postgres.start_again)
 
 
-async def test_a_lost_identity_loses_its_locks_and_is_let_in_again_as_somebody_new(here: LocalInstance) -> None:
+async def test_a_lost_identity_loses_its_locks_and_the_new_identity_can_take_them(here: LocalInstance) -> None:
     former = identity(here)
     with pytest.raises(LockLost, match=r"this instance was declared gone|the link to PostgreSQL broke"):
         async with lock("x"):
@@ -408,14 +408,14 @@ async def test_a_lost_identity_loses_its_locks_and_is_let_in_again_as_somebody_n
         assert held.token == 2
 
 
-async def test_it_is_released_once(here: LocalInstance) -> None:
+async def test_a_lock_is_released_once(here: LocalInstance) -> None:
     held = await locks_of(here).take(LockRequest("x", 10, None), None)
     assert await locks_of(here).release(held)
     assert not await locks_of(here).release(held)
 
 
 @pytest.mark.parametrize(("waiters", "durable"), [(0, "off"), (1, "on")])
-async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(
+async def test_a_release_waits_for_the_disk_if_it_grants_the_lock_to_a_waiter(
     here: LocalInstance, waiters: int, durable: str
 ) -> None:
     held = await locks_of(here).take(LockRequest("x", 10, None), None)
@@ -432,14 +432,14 @@ async def test_a_release_waits_for_the_disk_if_somebody_is_let_in_by_it(
     assert shown == (durable,)
 
 
-async def test_an_error_in_the_body_releases_it_and_is_what_the_caller_gets(here: LocalInstance) -> None:
+async def test_an_error_in_the_block_releases_the_lock_and_is_raised(here: LocalInstance) -> None:
     with pytest.raises(ZeroDivisionError):
         async with lock("x"):
             _ = 1 / 0
     assert (await row(here)) == (None, 1)
 
 
-async def test_a_cancelled_body_releases_it(here: LocalInstance) -> None:
+async def test_a_cancelled_block_releases_its_lock(here: LocalInstance) -> None:
     task = asyncio.create_task(hold("x", asyncio.Event()))
     await held_by(here)
     task.cancel()
@@ -448,9 +448,9 @@ async def test_a_cancelled_body_releases_it(here: LocalInstance) -> None:
     assert (await row(here))[0] is None
 
 
-async def test_whoever_is_gone_before_the_answer_comes_holds_nothing(here: LocalInstance) -> None:
+async def test_a_caller_that_is_cancelled_before_the_answer_holds_nothing(here: LocalInstance) -> None:
     async with here.running.context.database.connection() as connection:
-        # Until this ends, nobody can take anything for this instance.
+        # Until this transaction ends, no lock can be taken for this instance.
         await connection.execute("SELECT FROM flotilla.instances WHERE id = %s FOR UPDATE", [identity(here).id])
         impatient = asyncio.create_task(hold("x", asyncio.Event()))
         await soon(lambda: here.sql(WAITS_FOR_A_ROW))
@@ -464,7 +464,7 @@ async def test_whoever_is_gone_before_the_answer_comes_holds_nothing(here: Local
     await soon(released)
 
 
-async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_of_the_queues(
+async def test_the_transaction_of_a_death_grants_its_locks_and_deletes_its_waiters(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = asyncio.Event()
@@ -485,7 +485,7 @@ async def test_the_transaction_of_a_death_passes_its_locks_on_and_takes_it_out_o
         behind.cancel()
 
 
-async def test_a_death_passes_a_bounded_number_of_locks_on_at_once_and_the_rest_after_it(here: LocalInstance) -> None:
+async def test_a_death_grants_a_bounded_number_of_locks_at_once_and_the_others_afterwards(here: LocalInstance) -> None:
     await here.sql(
         "INSERT INTO service_locks (name, token, instance_id) SELECT n, 1, 99 FROM generate_series(1, %s) AS n",
         2 * BATCH + 500,
@@ -519,7 +519,7 @@ async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(h
     assert await row(here) == (None, 2)
 
 
-async def test_a_forced_release_waits_for_what_is_guarded_and_says_so_if_that_does_not_end(
+async def test_a_forced_release_waits_for_a_guarded_transaction_and_names_it_in_its_refusal(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin, "PATIENCE", "200ms")
@@ -532,13 +532,13 @@ async def test_a_forced_release_waits_for_what_is_guarded_and_says_so_if_that_do
     assert await here.sql("SELECT * FROM lock_releases") == []
 
 
-# -- what no task knows of --------------------------------------------------------------------------------------------
+# -- orphaned rows ----------------------------------------------------------------------------------------------------
 
 LONG = "1h"
 
 
 class Outage:
-    """What this instance asks of PostgreSQL about locks fails, or its answers are lost, until it is over."""
+    """Until its end, the statements of this instance on locks fail, or the answer of one is lost."""
 
     def __init__(self, instance: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
         self._fetch = locks_of(instance)._rows.fetch
@@ -592,7 +592,7 @@ async def test_waiters_that_gave_up_during_an_outage_leave_the_queue_when_it_is_
     await holder
 
 
-async def test_a_lock_that_was_passed_on_to_a_waiter_nobody_here_knows_is_released_at_once(
+async def test_a_lock_that_was_granted_to_an_unknown_waiter_is_released_at_once(
     here: LocalInstance, there: LocalInstance
 ) -> None:
     over = asyncio.Event()
@@ -609,7 +609,7 @@ async def test_a_lock_that_was_passed_on_to_a_waiter_nobody_here_knows_is_releas
 
 
 @pytest.mark.parametrize("statement", [TAKE, ENTER_QUEUE], ids=["taken", "in the queue"])
-async def test_a_lock_whose_taking_was_not_answered_does_not_stay_taken(
+async def test_a_lock_is_released_if_the_answer_to_taking_it_was_lost(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch, statement: str
 ) -> None:
     over = asyncio.Event()
@@ -626,10 +626,10 @@ async def test_a_lock_whose_taking_was_not_answered_does_not_stay_taken(
     await nobody_holds(here)
 
 
-async def test_whoever_is_cancelled_while_it_enters_the_queue_does_not_stay_in_it(
+async def test_a_caller_that_is_cancelled_while_it_enters_the_queue_leaves_it_again(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its row is committed, and the answer that says so is on its way."""
+    """Its row is committed, and the answer is still in flight."""
     over, written, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
     holder = at(there, lambda: hold("x", over))
     await held_by(there)
@@ -664,9 +664,7 @@ async def test_a_release_that_could_not_be_written_is_written_after_the_outage(
     await nobody_holds(here)
 
 
-async def test_what_is_held_or_waited_for_is_not_released_by_the_look_for_what_nobody_knows(
-    here: LocalInstance, there: LocalInstance
-) -> None:
+async def test_known_locks_and_waiters_are_not_released_as_orphans(here: LocalInstance, there: LocalInstance) -> None:
     over = asyncio.Event()
     holder = at(there, lambda: hold("y", over))
     await held_by(there, "y")
@@ -685,10 +683,10 @@ async def test_what_is_held_or_waited_for_is_not_released_by_the_look_for_what_n
         assert (await holder, await next_one) == (1, 2)
 
 
-async def test_a_row_that_a_statement_under_way_may_have_written_is_left_until_that_one_has_ended(
+async def test_a_row_that_a_statement_in_flight_may_have_written_is_kept_until_that_has_ended(
     here: LocalInstance,
 ) -> None:
-    """And not longer: there may always be another one under way for the same lock."""
+    """And not longer: there may always be another statement in flight for the same lock."""
     own = locks_of(here)
     await here.sql(
         "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '1 hour', '{}')",
@@ -706,8 +704,8 @@ async def test_a_row_that_a_statement_under_way_may_have_written_is_left_until_t
 # -- rows that another transaction has locked -------------------------------------------------------------------------
 
 
-async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_release(here: LocalInstance) -> None:
-    """It would wait in the link's thread, and cost the instance its link."""
+async def test_a_renewal_does_not_wait_for_a_row_that_an_operator_has_locked(here: LocalInstance) -> None:
+    """Otherwise it would block the link's thread, and the instance would lose its link."""
     member = here.running.context.member
     async with here.running.context.database.connection() as operator, lock("x", ttl=LONG) as held:
         await operator.execute("SELECT FROM flotilla.service_locks WHERE name = 'x' FOR UPDATE")
@@ -717,7 +715,7 @@ async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_releas
             ((later,),) = await here.sql("SELECT heartbeat_at > now() - interval '1 second' FROM instances")
             return bool(later) or member.link_figures.breaks > 0
 
-        # Longer than the link's patience, which is what is looked at.
+        # Longer than the link waits for an answer.
         await asyncio.sleep(PATIENCE + 1)
         await soon(beaten)
         assert member.link_figures.breaks == 0
@@ -731,8 +729,8 @@ async def test_a_renewal_does_not_wait_for_an_operator_who_is_frozen_in_a_releas
         await soon(renewed)
 
 
-async def test_a_lock_that_was_let_go_is_left_alone_once_it_has_another_holder(here: LocalInstance) -> None:
-    """Whoever let go while it was guarded has no reason to ask for ever."""
+async def test_a_released_lock_is_not_granted_again_once_it_has_another_holder(here: LocalInstance) -> None:
+    """So the releasing instance stops trying to grant it."""
     async with here.running.context.database.connection() as connection:
         async with lock("x") as held:
             await held.guard(connection)
@@ -748,31 +746,31 @@ async def test_a_lock_that_was_let_go_is_left_alone_once_it_has_another_holder(h
         await soon(at_rest)
 
 
-# -- cost, and what cannot be -----------------------------------------------------------------------------------------
+# -- cost, and two holders --------------------------------------------------------------------------------------------
 
 
 async def anomalies(instance: LocalInstance) -> dict[str, str]:
-    """Their kinds and subjects."""
+    """Return the kinds and subjects of the anomalies."""
     view = (await instance.running.client.get("/health/instances")).json()
     return {each["kind"]: each["subject"] for each in view["anomalies"]}
 
 
-async def test_a_lock_that_somebody_else_got_while_it_was_held_has_two_holders(here: LocalInstance) -> None:
+async def test_a_lock_that_was_granted_while_it_was_held_has_two_holders(here: LocalInstance) -> None:
     with pytest.raises(LockLost):
         async with lock("x"):
-            # What nobody should do.
+            # Rows must not be changed by hand.
             await here.sql("UPDATE service_locks SET token = token + 1, instance_id = 7, instance = 'flotilla-7'")
             await asyncio.sleep(30)
     assert await anomalies(here) == {"two_holders": "x"}
     assert await here.sql("SELECT token, instance, other_token, other FROM lock_overlaps") == [
         (1, "flotilla-1", 2, "flotilla-7")
     ]
-    # The remedy, once it was looked into; and what should be done instead.
+    # The remedy, after the cause was found.
     await here.sql("DELETE FROM lock_overlaps WHERE name = 'x'")
     assert await anomalies(here) == {}
     with pytest.raises(LockLost):
         async with lock("y"):
-            # What an operator's release does, and the news of it is lost.
+            # A forced release changes the row like this; the notification is lost.
             await here.sql("""
                 INSERT INTO lock_releases (name, token, instance, acquired_at, reason, released_by)
                 VALUES ('y', 1, 'flotilla-1', now(), 'it hangs', 'ops')
@@ -782,11 +780,11 @@ async def test_a_lock_that_somebody_else_got_while_it_was_held_has_two_holders(h
     assert await here.sql("SELECT * FROM lock_overlaps") == []
 
 
-async def test_a_lock_that_nobody_renewed_in_time_has_one_holder_after_the_other(
+async def test_a_lock_that_expired_before_it_was_granted_again_has_not_two_holders(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its time is over by our own clock when the next one is let in: that is how it is meant to be."""
-    # Whoever watches the clock is asleep, so that the next renewal is the first to know.
+    """It has expired by this machine's clock when the next holder is granted it, as intended."""
+    # The loop sleeps, so that the next renewal is the first to detect the loss.
     monkeypatch.setattr(renewal, "CHECK_INTERVAL", 30.0)
     with pytest.raises(LockLost):
         async with lock("x", ttl="3s") as held:
@@ -815,10 +813,10 @@ async def test_one_statement_renews_all_of_an_instances_locks(here: LocalInstanc
     assert all(each.expires_at > before[each.name] and each.active for each in held)
 
 
-async def test_an_instance_without_locks_asks_nothing(here: LocalInstance) -> None:
+async def test_an_instance_without_locks_sends_no_renewal(here: LocalInstance) -> None:
     with open_session(here.running.context.member._addresses.direct, application="test") as session:
         session.close()
-        # A closed session would object to any statement.
+        # A closed session raises at any statement.
         locks_of(here)._held.renew(session, identity(here))
 
 
@@ -836,16 +834,16 @@ async def test_an_instance_without_locks_asks_nothing(here: LocalInstance) -> No
         ({"on_loss": "ignore"}, "`on_loss` is 'ignore', and must be one of 'cancel', 'tell'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_asked(options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_written(options: dict[str, Any], said: str) -> None:
     with pytest.raises(LockInvalid, match=said):
         lock(**{"name": "x", **options})
 
 
-async def test_outside_of_a_running_service_there_are_no_locks() -> None:
+async def test_a_lock_outside_of_a_running_service_raises() -> None:
     with pytest.raises(FleetError, match="in the code of a running service"):
         async with lock("x"):
             pytest.fail("it was let in")
 
 
-def test_a_held_lock_says_what_it_is() -> None:
+def test_the_repr_of_a_held_lock_has_its_name_and_token() -> None:
     assert repr(HeldLock(None, None, "x", 7, 10.0, 0.0)) == "<lock 'x', token 7>"  # type: ignore[arg-type]

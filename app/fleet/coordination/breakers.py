@@ -1,37 +1,42 @@
-"""Breakers: what fails too often is left alone for a while, by all instances.
+"""Circuit breakers that all instances share: what fails too often is not called for a while.
 
     async with breaker("harbour-office", failures=5, within="60s", rest="30s"):
         await client.post(…)
 
-A breaker is a row of `breakers`, made by the first failure. Each transition is one statement that asks for what must be
-true and says what is true after it. What it promises:
+A breaker is a row of `breakers`, inserted by its first failure. Each transition is one statement that checks its
+condition and returns the new state (`breaker_statements.py`).
 
-- `failures` exceptions that leave a body within `within`, on all instances together, open it. Cancelling a body is no
-  failure, nor is what a limit or another breaker refuses in it.
-- Open, it lets nobody in: `BreakerOpen` says for how long. Each opening in a row lasts twice as long as the one
-  before, up to `REST_MOST`.
-- When `rest` is over, exactly one body in the whole cluster is let in, the probe: whoever sets the row's token on,
-  which only grows. Its success closes the breaker for all, its failure opens it again, and while it lasts all others
-  are refused. The report of a probe whose token is out of date changes nothing.
+Guarantees:
 
-    what happens                                the breaker
-    the probe is cancelled                      the next one may probe at once
-    the probe's result cannot be written        is told it again and again, until the next one may probe
-    the answer that lets the probe in is lost   the next one may probe after `probe_timeout`
-    its instance dies                           the next one may, as soon as that one is declared gone
-    the probe takes longer than `probe_timeout`    the next one may; what the late one reports is refused
-    a body that came in earlier fails while     does not count that
-    it is open
-    the database is away                        is as this instance knew it last; unknown, it lets everyone in: it is
-                                                there to spare somebody, and nothing of ours depends on it
+- A breaker opens when, on all instances together, `failures` exceptions have left a block within `within`. A cancelled
+  block is not a failure, nor is a refusal by a limit or by another breaker.
+- While it is open, it refuses every block with `BreakerOpen`, which says for how long. Each opening in a row lasts
+  twice as long as the one before, up to `MAX_REST`.
+- When `rest` is over, exactly one block in the whole cluster may enter: the probe, which increments the token of the
+  row. If it succeeds, the breaker closes for all instances; if it fails, the breaker opens again. While it runs, all
+  other blocks are refused. A probe with an old token cannot change the row.
 
-An instance keeps what it last knew, and a transition anywhere has all of them ask anew, by a notification. Closed, and
-without a failure that still counts, it is believed for `CALM` while the link holds, so that it costs next to nothing;
-otherwise for `BELIEVED`, and then the next use asks. Whoever was let in because a notification was lost, and fails, is
-told so by the statement that counts it. When the link is up again, nothing is believed that was known before.
+    event                                       effect
+    the probe is cancelled                      the next block may be the probe at once
+    the probe's result cannot be written        it is tried again until the next block may be the probe
+    the answer to entering as probe is lost     the next block may be the probe after `probe_timeout`
+    the probe's instance dies                   the next block may be the probe when that instance is declared gone
+    the probe takes longer than                 the next block may be the probe; the result of the late one is ignored
+    `probe_timeout`
+    a block that entered earlier fails while    the failure is not counted
+    the breaker is open
+    the database is away                        the last state that this instance has read applies; without one, blocks
+                                                may enter: a breaker spares another system, and no promise depends on it
 
-What it does not promise: that nothing comes in after it has opened. Bodies that are under way go on, and others hear of
-it a moment later. Nor does it judge: what is not the other side's fault is to be raised outside of the body.
+An instance keeps the states that it has read, and each transition invalidates them on all instances by a notification.
+A closed state without a failure that still counts is used for `CLOSED_LIFETIME` while the link is up, so a breaker
+costs next to nothing. Any other state is used for `STATE_LIFETIME`, and then read again. If a notification is lost, and
+a block enters an open breaker and fails, recording the failure reads the new state. When the link is up again, all
+states are invalid.
+
+Not guaranteed: that no block runs after the breaker has opened. Blocks that have entered continue, and other instances
+learn of the transition a moment later. The breaker counts every exception: raise what is not the fault of the other
+system outside of the block.
 """
 
 import asyncio
@@ -39,13 +44,23 @@ import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import psycopg
 
-from app.fleet.background import Service, cancel_and_wait
+from app.fleet.background import BackgroundTasks, Service
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
+from app.fleet.coordination.breaker_statements import (
+    COUNT_FAILURE,
+    ENTER_AS_PROBE,
+    INSERT,
+    PROBE_ABANDONED,
+    PROBE_FAILED,
+    PROBE_SUCCEEDED,
+    READ,
+)
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import fetch
@@ -55,120 +70,29 @@ from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.metrics import ByName
 from app.fleet.validation import check_count, check_duration, check_name
 
-FAILURES_MOST = 1000
-# What openings in a row double up to, unless `rest` is longer.
-REST_MOST = 600.0
-# For how long what is known is believed: while all is well, and otherwise.
-CALM = 10.0
-BELIEVED = 1.0
-# How long a body waits for what the database says of its breaker.
-PATIENCE = 1.0
-AGAIN = 0.25
-# More are kept in mind only while they are believed.
-KNOWN_MOST = 1000
+MAX_FAILURES = 1000
+# Openings in a row double up to this, or up to `rest` if that is longer.
+MAX_REST = 600.0
+# For how long a state is used: if the breaker is closed and no failure counts, and otherwise.
+CLOSED_LIFETIME = 10.0
+STATE_LIFETIME = 1.0
+# How long a block waits for the database.
+DATABASE_TIMEOUT = 1.0
+RETRY_INTERVAL = 0.25
+# Above this number, states that may no longer be used are removed.
+MAX_STATES = 1000
 
-# What the fleet itself refuses inside of a body says nothing about the other side.
-OURS = (BreakerError, LimitError, Fenced)
+# Refusals by this library say nothing about the other system.
+NOT_FAILURES = (BreakerError, LimitError, Fenced)
 
 log = events(__name__)
 
-# What every statement answers with: in how many seconds its rest is over, if it is not closed; and for how many seconds
-# its failures count.
-STATE = """extract(epoch FROM b.open_until - clock_timestamp())::float8 AS rests,
-    extract(epoch FROM (SELECT max(at) FROM unnest(b.failed_at) AS at) - clock_timestamp())::float8
-    + %(within)s::float8 AS counts"""
-
-TELL = "pg_notify('{channel}', 'breaker:' || name)"
-
-LOOK = Statement(f"SELECT {STATE} FROM {{schema}}.breakers AS b WHERE b.name = %(name)s")
-
-MAKE = Statement("INSERT INTO {schema}.breakers (name) VALUES (%(name)s) ON CONFLICT (name) DO NOTHING")
-
-# Of failures, only those that count are kept. The one that is enough opens it.
-FAILED = Statement(f"""
-WITH closed AS MATERIALIZED (
-    SELECT name, failed_at
-    FROM {{schema}}.breakers
-    WHERE name = %(name)s AND open_until IS NULL
-    FOR UPDATE
-), counted AS MATERIALIZED (
-    SELECT c.name,
-           clock_timestamp() || ARRAY(
-               SELECT at
-               FROM unnest(c.failed_at) AS at
-               WHERE at > clock_timestamp() - make_interval(secs => %(within)s::float8)
-               ORDER BY at DESC
-           ) AS failed_at
-    FROM closed AS c
-), opened AS MATERIALIZED (
-    SELECT name, failed_at, cardinality(failed_at) >= %(failures)s AS enough FROM counted
-), written AS (
-    UPDATE {{schema}}.breakers AS b
-    SET failed_at = CASE WHEN o.enough THEN '{{}}' ELSE o.failed_at END,
-        open_until = CASE WHEN o.enough THEN clock_timestamp() + make_interval(secs => %(rest)s::float8) END,
-        openings = CASE WHEN o.enough THEN 1 ELSE 0 END,
-        token = b.token + CASE WHEN o.enough THEN 1 ELSE 0 END
-    FROM opened AS o
-    WHERE b.name = o.name
-    RETURNING b.name, cardinality(b.failed_at) < 2 AS news, {STATE}
-)
-SELECT rests, counts, CASE WHEN news THEN {TELL} END FROM written
-""")
-
-# The guard of a probe: rested, and nobody else probes who may still come to an end.
-PROBE = Statement("""
-UPDATE {schema}.breakers AS b
-SET token = b.token + 1, probe_instance = %(me)s,
-    probe_until = clock_timestamp() + make_interval(secs => %(probe_timeout)s::float8)
-WHERE b.name = %(name)s AND b.open_until <= clock_timestamp()
-  AND (
-      b.probe_instance IS NULL OR b.probe_until <= clock_timestamp()
-      OR EXISTS (SELECT FROM {schema}.instances AS i WHERE i.id = b.probe_instance AND i.state = 'gone')
-  )
-RETURNING b.token
-""")
-
-MY_PROBE = "b.name = %(name)s AND b.token = %(token)s AND b.probe_instance IS NOT NULL"
-
-PASSED = Statement(f"""
-WITH closed AS (
-    UPDATE {{schema}}.breakers AS b
-    SET open_until = NULL, openings = 0, failed_at = '{{}}', probe_instance = NULL, probe_until = NULL
-    WHERE {MY_PROBE}
-    RETURNING b.name, {STATE}
-)
-SELECT rests, counts, {TELL} FROM closed
-""")
-
-OPENED_AGAIN = Statement(f"""
-WITH opened AS (
-    UPDATE {{schema}}.breakers AS b
-    SET open_until = clock_timestamp() + make_interval(secs => least(
-            %(rest)s::float8 * 2 ^ least(b.openings, 30), greatest(%(rest)s::float8, %(rest_most)s::float8)
-        )),
-        openings = b.openings + 1, token = b.token + 1, probe_instance = NULL, probe_until = NULL
-    WHERE {MY_PROBE}
-    RETURNING b.name, {STATE}
-)
-SELECT rests, counts, {TELL} FROM opened
-""")
-
-GIVEN_BACK = Statement(f"""
-WITH free AS (
-    UPDATE {{schema}}.breakers AS b
-    SET probe_instance = NULL, probe_until = NULL
-    WHERE {MY_PROBE}
-    RETURNING b.name, {STATE}
-)
-SELECT rests, counts, {TELL} FROM free
-""")
-
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Breaker:
-    """What is asked for."""
+    """The arguments of `breaker`."""
 
     name: str
     failures: int
@@ -179,34 +103,35 @@ class Breaker:
     @classmethod
     def of(cls, name: str, failures: int, within: Duration, rest: Duration, probe_timeout: Duration) -> Self:
         check_name("breaker", name, BreakerInvalid)
-        check_count("failures", failures, FAILURES_MOST, BreakerInvalid)
-        durations = {"within": within, "rest": rest, "probe_timeout": probe_timeout}
-        read = {option: check_duration(option, given, BreakerInvalid) for option, given in durations.items()}
-        for option, value in read.items():
-            if value == 0:
+        check_count("failures", failures, MAX_FAILURES, BreakerInvalid)
+        given = {"within": within, "rest": rest, "probe_timeout": probe_timeout}
+        durations = {option: check_duration(option, duration, BreakerInvalid) for option, duration in given.items()}
+        for option, seconds in durations.items():
+            if seconds == 0:
                 raise BreakerInvalid(f"`{option}` is 0 s, and must be more")
-        return cls(name, failures, **read)
+        return cls(name, failures, **durations)
 
 
 @dataclass
-class Known:
-    """What this instance heard of a breaker, by its own clock."""
+class State:
+    """The state of a breaker as this instance has read it, by this machine's clock."""
 
-    heard: float
-    # Until when it rests, if it is not closed; and until when a failure counts.
-    rests_until: float | None = None
-    counts_until: float = -math.inf
-    # Somebody probes; not asked again before this.
-    probed_until: float = -math.inf
+    read_at: float
+    # Until when the breaker is open; None if it is closed.
+    open_until: float | None = None
+    # Until when the last failure counts.
+    failure_until: float = -math.inf
+    # Another block is the probe: this instance does not try to enter as probe before this.
+    no_probe_until: float = -math.inf
 
     @property
     def closed(self) -> bool:
-        return self.rests_until is None
+        return self.open_until is None
 
-    def believed(self, linked: bool) -> bool:
+    def valid(self, linked: bool) -> bool:
         now = clock()
-        calm = self.closed and self.counts_until < now
-        return now - self.heard < (CALM if calm and linked else BELIEVED)
+        calm = self.closed and self.failure_until < now
+        return now - self.read_at < (CLOSED_LIFETIME if calm and linked else STATE_LIFETIME)
 
 
 class Breakers(Service):
@@ -221,226 +146,204 @@ class Breakers(Service):
         self.refused = ByName()
         self._database = database
         self._member = member
-        self._known: dict[str, Known] = {}
-        # One question for all who come in while it is asked.
-        self._asking: dict[str, asyncio.Task[Known | None]] = {}
-        # How often there was news: an answer that was on its way meanwhile may be older than that.
-        self._news = 0
-        self._errands: set[asyncio.Task[Any]] = set()
-        member.on_notification("breaker", self._doubt)
-        member.on_linked(self._doubt_all)
+        self._states: dict[str, State] = {}
+        # By name, the read in flight: one for all blocks that enter meanwhile.
+        self._reads: dict[str, asyncio.Task[State | None]] = {}
+        # How many notifications came in. A state whose read began before one of them may be outdated, and is not kept.
+        self._invalidations = 0
+        self._background = BackgroundTasks()
+        member.on_notification("breaker", self._invalidate)
+        member.on_linked(self._invalidate_all)
 
     @property
     def open(self) -> ByName:
-        found = ByName()
-        for name, known in self._known.items():
-            found.add(name, 0 if known.closed else 1)
-        return found
+        counts = ByName()
+        for name, state in self._states.items():
+            counts.add(name, 0 if state.closed else 1)
+        return counts
 
     @asynccontextmanager
     async def guard(self, breaker: Breaker) -> AsyncIterator[None]:
-        """Let a body in, or refuse; and see how it ends."""
-        token = await self._admit(breaker)
+        """Let a block enter, or raise `BreakerOpen`; then record how the block ended."""
+        token = await self._enter(breaker)
         try:
             yield
         except Exception as error:
-            if not isinstance(error, OURS):
-                await self._patiently(breaker, self._failed(breaker, token))
+            if not isinstance(error, NOT_FAILURES):
+                await self._wait_briefly(breaker, self._failed(breaker, token))
             elif token is not None:
-                await self._patiently(breaker, self._report(GIVEN_BACK, breaker, token))
+                await self._wait_briefly(breaker, self._end_probe(PROBE_ABANDONED, breaker, token))
             raise
         except BaseException:
             if token is not None:
-                self._errand(self._report(GIVEN_BACK, breaker, token))
+                self._abandon_probe(breaker, token)
             raise
         if token is not None:
-            await self._patiently(breaker, self._report(PASSED, breaker, token))
+            await self._wait_briefly(breaker, self._end_probe(PROBE_SUCCEEDED, breaker, token))
 
-    # -- coming in ----------------------------------------------------------------------------------------------------
+    async def _stop(self) -> None:
+        await self._background.stop()
 
-    async def _admit(self, breaker: Breaker) -> int | None:
-        """Return the token of the probe, if this is it."""
-        known = await self._know(breaker)
-        if known is None or known.rests_until is None:
+    # -- entering -----------------------------------------------------------------------------------------------------
+
+    async def _enter(self, breaker: Breaker) -> int | None:
+        """Return if the block may enter, with the token if it is the probe; otherwise raise."""
+        state = await self._state(breaker)
+        if state is None or state.open_until is None:
             return None
-        if known.rests_until <= clock() and known.probed_until <= clock():
-            known.probed_until = clock() + BELIEVED
-            token = await self._enter_as_probe(breaker)
+        if state.open_until <= clock() and state.no_probe_until <= clock():
+            state.no_probe_until = clock() + STATE_LIFETIME
+            work = self._log_errors(breaker, self._try_to_probe(breaker))
+            token = await self._background.finish_or_undo(work, partial(self._abandon_probe, breaker))
             if token is not None:
                 return token
-            # Somebody else probes, or has; or nobody can say.
-            known = await self._know(breaker, anew=True) or known
-            known.probed_until = clock() + BELIEVED
-        if known.rests_until is None:
+            # Another block is the probe, or was; or the database is away.
+            state = await self._state(breaker, read=True) or state
+            state.no_probe_until = clock() + STATE_LIFETIME
+        if state.open_until is None:
             return None
         self.refused.add(breaker.name)
-        raise refusal(breaker, known.rests_until - clock())
+        raise refusal(breaker, state.open_until - clock())
 
-    async def _know(self, breaker: Breaker, *, anew: bool = False) -> Known | None:
-        """Return what is known, or what the database says; None if neither says anything."""
-        known = self._known.get(breaker.name)
-        if known is not None and not anew and known.believed(self._member.holds()):
-            return known
-        asking = self._asking.get(breaker.name)
-        if asking is None:
-            asking = self._asking[breaker.name] = self._errand(self._look(breaker))
-            asking.add_done_callback(lambda task: self._asked(breaker.name, task))
-        done, _ = await asyncio.wait({asking}, timeout=PATIENCE)
-        return asking.result() if done else known
-
-    def _asked(self, name: str, asking: "asyncio.Task[Known | None]") -> None:
-        if self._asking.get(name) is asking:
-            del self._asking[name]
-
-    async def _look(self, breaker: Breaker) -> Known | None:
-        news, sent = self._news, clock()
-        try:
-            return await self._run(LOOK, breaker) or self._learn(breaker.name, Known(sent), news)
-        except (psycopg.Error, DatabaseError) as error:
-            log.debug("breaker.failed", breaker=breaker.name, reason=told(error))
-            # As it was known; and not asked again by everyone who comes in.
-            known = self._known.setdefault(breaker.name, Known(sent))
-            known.heard, known.counts_until = sent, max(known.counts_until, sent + BELIEVED)
-            return known
-
-    async def _enter_as_probe(self, breaker: Breaker) -> int | None:
-        """Ask to be the probe; if the caller is cancelled before the answer comes, that is given back."""
-        probing = self._errand(self._quietly(breaker, self._probe(breaker)))
-
-        def abandoned(_: object) -> None:
-            if not probing.cancelled() and probing.exception() is None and (token := probing.result()) is not None:
-                self._errand(self._report(GIVEN_BACK, breaker, token))
-
-        try:
-            return await asyncio.shield(probing)
-        except asyncio.CancelledError:
-            probing.add_done_callback(abandoned)
-            raise
-
-    async def _probe(self, breaker: Breaker) -> int | None:
+    async def _try_to_probe(self, breaker: Breaker) -> int | None:
         if (me := self._member.identity) is None:
             return None
-        rows = await self._fetch(PROBE, breaker, me=me.id)
+        rows = await self._fetch(ENTER_AS_PROBE, breaker, me=me.id)
         return int(rows[0][0]) if rows else None
 
-    # -- how it ended -------------------------------------------------------------------------------------------------
+    # -- recording the end of a block ---------------------------------------------------------------------------------
 
     async def _failed(self, breaker: Breaker, token: int | None) -> None:
         if token is not None:
-            await self._report(OPENED_AGAIN, breaker, token)
+            await self._end_probe(PROBE_FAILED, breaker, token)
             return
-        known = self._known.get(breaker.name)
-        if known is not None and not known.closed and known.believed(self._member.holds()):
+        state = self._states.get(breaker.name)
+        if state is not None and not state.closed and state.valid(self._member.holds()):
             return
-        known = await self._run(FAILED, breaker)
-        # It is open already, which is good to know; or it never failed before, and has no row.
-        if known is None and await self._run(LOOK, breaker) is None:
-            await self._fetch(MAKE, breaker)
-            known = await self._run(FAILED, breaker)
-        if known is not None and not known.closed:
-            self._opened(breaker, known)
+        state = await self._run(COUNT_FAILURE, breaker)
+        # Without a state, the breaker is open already, or has no row yet.
+        if state is None and await self._run(READ, breaker) is None:
+            await self._fetch(INSERT, breaker)
+            state = await self._run(COUNT_FAILURE, breaker)
+        if state is not None and not state.closed:
+            self._report_opened(breaker, state)
 
-    async def _report(self, statement: Statement, breaker: Breaker, token: int) -> None:
-        """Write what became of a probe, for as long as nobody else may probe."""
+    def _abandon_probe(self, breaker: Breaker, token: int) -> None:
+        self._background.start(self._end_probe(PROBE_ABANDONED, breaker, token))
+
+    async def _end_probe(self, statement: Statement, breaker: Breaker, token: int) -> None:
+        """Write the result of a probe; try again until another block may be the probe."""
         until = clock() + breaker.probe_timeout
         while True:
             try:
-                await self._end_probe(statement, breaker, token)
+                state = await self._run(statement, breaker, token=token)
+                break
             except (psycopg.Error, DatabaseError) as error:
-                log.debug("breaker.failed", breaker=breaker.name, reason=told(error))
+                log_failure(breaker, error)
                 if clock() > until:
                     return
-                await asyncio.sleep(AGAIN)
-            else:
-                return
-
-    async def _end_probe(self, statement: Statement, breaker: Breaker, token: int) -> None:
-        known = await self._run(statement, breaker, token=token)
-        if known is None:
+                await asyncio.sleep(RETRY_INTERVAL)
+        if state is None:
             log.info("breaker.late", breaker=breaker.name, token=token)
-        elif known.closed:
+        elif state.closed:
             self.closed.add(breaker.name)
             log.info("breaker.closed", breaker=breaker.name)
-        elif statement is OPENED_AGAIN:
-            self._opened(breaker, known)
+        elif statement is PROBE_FAILED:
+            self._report_opened(breaker, state)
 
-    def _opened(self, breaker: Breaker, known: Known) -> None:
-        assert known.rests_until is not None
+    def _report_opened(self, breaker: Breaker, state: State) -> None:
+        assert state.open_until is not None
         self.opened.add(breaker.name)
-        log.warning("breaker.opened", breaker=breaker.name, seconds=round(known.rests_until - clock(), 1))
+        log.warning("breaker.opened", breaker=breaker.name, seconds=round(state.open_until - clock(), 1))
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- states -------------------------------------------------------------------------------------------------------
 
-    async def _run(self, statement: Statement, breaker: Breaker, **values: Any) -> Known | None:
-        """Run one that answers with the state, and keep it in mind; None if it changed, or found, nothing."""
-        news, sent = self._news, clock()
+    async def _state(self, breaker: Breaker, *, read: bool = False) -> State | None:
+        """Return the state if it is valid, or read it; None if it is unknown and the database does not answer."""
+        state = self._states.get(breaker.name)
+        if state is not None and not read and state.valid(self._member.holds()):
+            return state
+        reading = self._reads.get(breaker.name)
+        if reading is None:
+            reading = self._reads[breaker.name] = self._background.start(self._read(breaker))
+            reading.add_done_callback(lambda task: self._read_ended(breaker.name, task))
+        done, _ = await asyncio.wait({reading}, timeout=DATABASE_TIMEOUT)
+        return reading.result() if done else state
+
+    def _read_ended(self, name: str, reading: "asyncio.Task[State | None]") -> None:
+        if self._reads.get(name) is reading:
+            del self._reads[name]
+
+    async def _read(self, breaker: Breaker) -> State | None:
+        invalidations, sent = self._invalidations, clock()
+        try:
+            return await self._run(READ, breaker) or self._keep(breaker.name, State(sent), invalidations)
+        except (psycopg.Error, DatabaseError) as error:
+            log_failure(breaker, error)
+            # The last state is used for `STATE_LIFETIME`, so that not every block reads it.
+            state = self._states.setdefault(breaker.name, State(sent))
+            state.read_at, state.failure_until = sent, max(state.failure_until, sent + STATE_LIFETIME)
+            return state
+
+    async def _run(self, statement: Statement, breaker: Breaker, **values: Any) -> State | None:
+        """Run a statement that returns the state, and keep the state; None if the statement returned no row."""
+        invalidations, sent = self._invalidations, clock()
         rows = await self._fetch(statement, breaker, **values)
         if not rows:
             return None
-        rests, counts = rows[0][:2]
+        open_seconds, failure_seconds = rows[0][:2]
         received = clock()
-        known = Known(sent, None if rests is None else received + rests, received + (counts or -math.inf))
-        return self._learn(breaker.name, known, news)
+        open_until = None if open_seconds is None else received + open_seconds
+        state = State(sent, open_until, received + (failure_seconds or -math.inf))
+        return self._keep(breaker.name, state, invalidations)
 
-    def _learn(self, name: str, known: Known, news: int) -> Known:
-        if news == self._news:
-            if len(self._known) >= KNOWN_MOST and name not in self._known:
+    def _keep(self, name: str, state: State, invalidations: int) -> State:
+        if invalidations == self._invalidations:
+            if len(self._states) >= MAX_STATES and name not in self._states:
                 linked = self._member.holds()
-                self._known = {each: known for each, known in self._known.items() if known.believed(linked)}
-            self._known[name] = known
-        return known
+                self._states = {each: known for each, known in self._states.items() if known.valid(linked)}
+            self._states[name] = state
+        return state
 
-    def _doubt(self, name: str) -> None:
-        """Believe it no more, but keep it in mind: with the database away, it is still the last that was known."""
-        self._news += 1
-        if (known := self._known.get(name)) is not None:
-            known.heard = -math.inf
-        self._asking.pop(name, None)
+    def _invalidate(self, name: str) -> None:
+        """Make a state invalid, but keep it: while the database is away, it is still the last one known."""
+        self._invalidations += 1
+        if (state := self._states.get(name)) is not None:
+            state.read_at = -math.inf
+        self._reads.pop(name, None)
 
-    def _doubt_all(self) -> None:
-        for name in list(self._known):
-            self._doubt(name)
-        self._news += 1
-        self._asking.clear()
-
-    # -- the service --------------------------------------------------------------------------------------------------
-
-    async def _stop(self) -> None:
-        for errand in list(self._errands):
-            await cancel_and_wait(errand)
+    def _invalidate_all(self) -> None:
+        for name in list(self._states):
+            self._invalidate(name)
+        self._invalidations += 1
+        self._reads.clear()
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, statement: Statement, breaker: Breaker, **values: Any) -> Any:
         async with self._database.autocommit() as connection:
-            given = {**vars(breaker), "rest_most": REST_MOST, **values}
+            given = {**vars(breaker), "max_rest": MAX_REST, **values}
             return await fetch(connection, self._database.namespace.sql(statement), given)
 
-    async def _patiently(self, breaker: Breaker, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for it a little; it goes on, whoever stops waiting."""
-        await asyncio.wait({self._errand(self._quietly(breaker, work))}, timeout=PATIENCE)
+    async def _wait_briefly(self, breaker: Breaker, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for work for `DATABASE_TIMEOUT`; it continues after that, and if the caller is cancelled."""
+        await asyncio.wait({self._background.start(self._log_errors(breaker, work))}, timeout=DATABASE_TIMEOUT)
 
-    async def _quietly(self, breaker: Breaker, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+    async def _log_errors(self, breaker: Breaker, work: Coroutine[Any, Any, Result]) -> Result | None:
         try:
             return await work
         except (psycopg.Error, DatabaseError) as error:
-            log.debug("breaker.failed", breaker=breaker.name, reason=told(error))
+            log_failure(breaker, error)
             return None
-
-    def _errand(self, work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":
-        errand = asyncio.create_task(work)
-        self._errands.add(errand)
-        errand.add_done_callback(self._errands.discard)
-        return errand
 
 
 def refusal(breaker: Breaker, seconds: float) -> BreakerOpen:
     if seconds > 0:
         rest = format_duration(float(f"{seconds:.2g}"))
-        text = f"{breaker.name!r} failed too often, and is left alone for another {rest}"
+        text = f"{breaker.name!r} failed too often, and is not called for another {rest}"
         return BreakerOpen(text, retry_after=seconds)
-    return BreakerOpen(f"{breaker.name!r} failed too often, and somebody tries it just now", retry_after=BELIEVED)
+    return BreakerOpen(f"{breaker.name!r} failed too often, and a probe is under way", retry_after=STATE_LIFETIME)
 
 
-def told(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def log_failure(breaker: Breaker, error: BaseException) -> None:
+    log.debug("breaker.failed", breaker=breaker.name, reason=" ".join(str(error).split()))

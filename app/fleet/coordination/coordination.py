@@ -12,10 +12,11 @@ from app.fleet.background import Service
 from app.fleet.cluster.anomalies import Anomalies
 from app.fleet.cluster.member import Member
 from app.fleet.coordination.breakers import Breaker, Breakers
-from app.fleet.coordination.limits import Limit, Limits
+from app.fleet.coordination.limits import Limits
 from app.fleet.coordination.locks.anomalies import of_locks
 from app.fleet.coordination.locks.held import HeldLock, LockRequest, OnLoss
 from app.fleet.coordination.locks.lock import Locks
+from app.fleet.coordination.permits import Limit
 from app.fleet.coordination.singletons import Singletons
 from app.fleet.db.pool import Database
 from app.fleet.duration import Duration

@@ -1,3 +1,0 @@
-SELECT extract(epoch FROM b.open_until - clock_timestamp())::float8 AS rests,
-    extract(epoch FROM (SELECT max(at) FROM unnest(b.failed_at) AS at) - clock_timestamp())::float8
-    + %(within)s::float8 AS counts FROM "flotilla".breakers AS b WHERE b.name = %(name)s
