@@ -23,13 +23,13 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
         yield own
 
 
-def test_no_span_of_time_has_more_than_it_may_even_if_an_instance_was_frozen_in_it(
+def test_a_limit_holds_in_any_period_even_if_an_instance_was_frozen_in_it(
     fleet: Fleet, address: str, tmp_path: Path
 ) -> None:
-    # Each has room for one run, so that each has one.
+    # Each instance has room for one run, so each has one of the two runs.
     instances = fleet.start(2, FLOTILLA_CONCURRENCY="1")
-    # What may be late, and no more: what is promised. On a machine that is busy, answers take their time as well, in
-    # one round or the other; what came from the freeze would be there in each.
+    # The limit guarantees the tolerance. On a busy machine, slow answers can exceed it in some rounds; an excess that
+    # the freeze causes would be there in each round.
     found: list[float] = []
     with psycopg.connect(address, autocommit=True) as session:
         while not found or (found[-1] > TOLERANCE * RATE and len(found) < ROUNDS):
@@ -46,7 +46,7 @@ def excess_with_a_freeze(
     served = "SELECT count(*) FROM flotilla.run_events WHERE run_id = ANY (%s) AND kind = 'served'"
     eventually(lambda: session.execute(served, [ids]).fetchone() == (len(ids),))
     instances[1].freeze()
-    # A while in which it might have been given a heap of permits.
+    # Meanwhile, a defect could hand out many permits to the frozen instance.
     time.sleep(0.4)
     instances[1].thaw()
     time.sleep(0.5)
@@ -55,7 +55,9 @@ def excess_with_a_freeze(
     return excess(instants, 1 / RATE, 1)
 
 
-def test_after_the_probes_instance_was_killed_the_next_one_closes_the_breaker(fleet: Fleet, address: str) -> None:
+def test_after_the_instance_of_the_probe_was_killed_the_next_probe_closes_the_breaker(
+    fleet: Fleet, address: str
+) -> None:
     (first,) = fleet.start()
     failed = first.ended(first.trigger("call", {"does": "fail"})["id"])
     assert failed["error"] == "ConnectionError: nobody answers"

@@ -1,4 +1,4 @@
-"""Locks between real processes: whoever is killed, frozen or cut off, effects stay in the order of their tokens."""
+"""Locks between real processes: effects stay in the order of their tokens although holders are killed or frozen."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 
 
 def effects(address: str, note: str) -> list[tuple[int, str]]:
-    """The tokens of effects and who left them, in the order in which they were written."""
+    """Return the tokens and the instances of the effects, in the order in which they were written."""
     with psycopg.connect(address) as session:
         return session.execute(
             "SELECT token, instance FROM public.effects WHERE note = %s ORDER BY n", [note]
@@ -40,7 +40,7 @@ def holder_of(instance: InstanceProcess, name: str) -> str | None:
 
 
 def runs_it(instances: Sequence[InstanceProcess], name: str) -> InstanceProcess:
-    """The one that holds a lock, once somebody does."""
+    """Return the instance that holds a lock, once there is one."""
 
     def find() -> InstanceProcess | None:
         holder = holder_of(instances[0], name)
@@ -49,13 +49,13 @@ def runs_it(instances: Sequence[InstanceProcess], name: str) -> InstanceProcess:
     return eventually(find)
 
 
-def test_a_lock_of_a_killed_instance_is_passed_on_with_its_death(fleet: Fleet) -> None:
+def test_the_lock_of_a_killed_instance_is_granted_to_the_next_waiter_with_its_death(fleet: Fleet) -> None:
     instances = fleet.start(2)
     instances[0].trigger("hold-lock")
     owner = runs_it(instances, "trial")
     other = next(instance for instance in instances if instance is not owner)
     assert by_name(other.instances())[owner.me()["name"]]["locks"] == ["trial"]
-    # It lands anywhere: with its lock's owner, it dies too, and is taken over.
+    # Any instance may claim this run. If the lock's owner does, the run dies with it, and is rescued.
     waits = other.trigger("note-under-lock")
     eventually(lambda: other.client.get("/locks").json()["items"][0]["waiting"] == 1)
     owner.kill()
@@ -66,14 +66,14 @@ def test_a_lock_of_a_killed_instance_is_passed_on_with_its_death(fleet: Fleet) -
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_holder_that_was_frozen_writes_nothing_guarded_after_the_next_one(fleet: Fleet, guarded: bool) -> None:
-    """And without its guard, it does: the lock alone is not what keeps it from that."""
+    """Without the guard, it does: the lock alone does not prevent it."""
     instances = fleet.start(2)
     late = instances[0].trigger("note-under-lock", {"late": True, "guarded": guarded})
     owner = runs_it(instances, "trial")
     other = next(instance for instance in instances if instance is not owner)
     owner.freeze()
     try:
-        # Taken over with the death of its instance, and now the next holder itself.
+        # The run was rescued when its instance was declared gone, and has taken the lock itself.
         assert other.ended(late["id"], within=60)["state"] == "succeeded"
         assert [token for token, _ in effects(fleet.address, "locked")] == [2]
     finally:
@@ -85,7 +85,7 @@ def test_a_holder_that_was_frozen_writes_nothing_guarded_after_the_next_one(flee
         eventually(lambda: [token for token, _ in effects(fleet.address, "locked")] == [2, 1])
 
 
-def test_a_singleton_runs_on_one_instance_and_moves_on_when_that_one_leaves_or_dies(fleet: Fleet) -> None:
+def test_a_singleton_runs_on_one_instance_and_moves_when_that_instance_leaves_or_dies(fleet: Fleet) -> None:
     instances = fleet.start(3, "serve", **WITH_BEACON)
     seen = []
     for end in (InstanceProcess.terminate, InstanceProcess.kill, None):
@@ -104,11 +104,11 @@ def test_a_singleton_runs_on_one_instance_and_moves_on_when_that_one_leaves_or_d
 
 
 @pytest.mark.long
-def test_effects_stay_in_the_order_of_their_tokens_whatever_becomes_of_the_holders(tmp_path: Path) -> None:
-    """Six strike again and again, on three instances that are killed, frozen, cut off; and the database crashes.
+def test_effects_stay_in_the_order_of_their_tokens_whatever_happens_to_the_holders(tmp_path: Path) -> None:
+    """Six runs take a lock again and again, on instances that are killed, frozen and cut off; and the database crashes.
 
-    Who is frozen is so for longer than a lock's `ttl`, and all wait for it; it goes on until all of this has happened,
-    several times each, which is why it takes half a minute.
+    An instance is frozen for longer than the `ttl` of the lock. The test takes half a minute, because it ends when each
+    of these events has happened several times.
     """
     with server(configuration=CONFIGURATION) as postgres:
         verdict = strike(postgres, tmp_path, rounds=ROUNDS, calm=40, seed=5)
@@ -121,7 +121,7 @@ def test_effects_stay_in_the_order_of_their_tokens_whatever_becomes_of_the_holde
     assert overlaps == []
 
 
-def test_an_operator_sees_who_holds_a_lock_and_takes_it_away(fleet: Fleet) -> None:
+def test_an_operator_sees_the_holder_of_a_lock_and_releases_it(fleet: Fleet) -> None:
     (instance,) = fleet.start()
     held = instance.trigger("hold-lock")
     eventually(lambda: holder_of(instance, "trial"))
@@ -132,7 +132,7 @@ def test_an_operator_sees_who_holds_a_lock_and_takes_it_away(fleet: Fleet) -> No
     released = run("release", "trial", "--reason", "it hangs", address=fleet.address)
     assert released.returncode == 0, released.stderr
     assert f"trial: released; {instance.me()['name']} held it with the token 1" in released.stdout
-    # Its body is ended, as if it had raised; the next attempt has nothing to do.
+    # Its block is cancelled and raises `LockLost`; the next attempt returns at once.
     assert instance.ended(held["id"])["result"] == "another held it"
     assert run("release", "trial", "--reason", "again", address=fleet.address).returncode == 5
     with psycopg.connect(fleet.address) as session:
@@ -142,7 +142,7 @@ def test_an_operator_sees_who_holds_a_lock_and_takes_it_away(fleet: Fleet) -> No
     assert overlaps == [], "a release is no anomaly"
 
 
-def test_a_lock_is_taken_away_over_http_with_a_reason_that_is_kept_with_the_name_of_the_key(fleet: Fleet) -> None:
+def test_a_forced_release_over_http_keeps_the_reason_and_the_name_of_the_key(fleet: Fleet) -> None:
     key, line = (text.strip() for text in run("key", "ops", "--scope", "admin").stdout.splitlines()[1:4:2])
     (instance,) = fleet.start(FLOTILLA_API_KEYS=line)
     with httpx.Client(base_url=instance.url, headers={"authorization": f"Bearer {key}"}) as client:
