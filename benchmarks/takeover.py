@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psycopg
 
-from app.fleet.cluster.registry import Register, Session
+from app.fleet.cluster.registry import Registry, Session
 from app.fleet.db.namespace import Namespace
 from benchmarks.report import distribution, histogram
 from tests.support.fleet import Fleet, InstanceProcess
@@ -19,7 +19,7 @@ from tests.support.postgres import eventually, server
 
 INSTANCES = 3
 ROUNDS = 40
-REGISTER = Register(Namespace("flotilla"))
+REGISTRY = Registry(Namespace("flotilla"))
 GONE = "SELECT state = 'gone' FROM flotilla.instances WHERE id = %s"
 LEADER = """
 SELECT i.id FROM flotilla.instances AS i JOIN pg_locks AS l ON l.pid = i.turn_pid

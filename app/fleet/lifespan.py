@@ -38,7 +38,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from app.fleet.background import Service, wait_for_event
-from app.fleet.cluster.commands import log_commands
+from app.fleet.cluster.command_audit import log_commands
 from app.fleet.cluster.member import Member
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db import dsn, migrations, preflight

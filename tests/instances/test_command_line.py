@@ -88,7 +88,7 @@ def test_up_names_its_instances_and_says_which_port_is_taken(folder: Path) -> No
 
     collides = run("up", "--instances", "1", "--name", "harbour-1", "--port", str(free_port(3)), cwd=folder)
     assert collides.returncode == 3
-    assert "a living instance is called 'harbour-1' already" in collides.stderr
+    assert "a live instance is already named 'harbour-1'" in collides.stderr
 
 
 def test_list_and_down_speak_of_instances_started_anywhere(fleet: Fleet) -> None:
@@ -98,7 +98,7 @@ def test_list_and_down_speak_of_instances_started_anywhere(fleet: Fleet) -> None
     assert {row["pid"] for row in listed} == {instance.pid for instance in instances}
     unknown = run("down", "nobody", address=fleet.address)
     assert unknown.returncode == 5
-    assert "no living instance is called 'nobody'" in unknown.stderr
+    assert "there is no live instance named 'nobody'" in unknown.stderr
 
 
 def test_down_waits_for_a_frozen_instance_until_it_is_declared_gone(fleet: Fleet) -> None:

@@ -40,7 +40,7 @@ def test_a_name_in_use_is_refused_with_what_to_do(fleet: Fleet) -> None:
     late = fleet.launch(FLOTILLA_INSTANCE_NAME="harbour")
 
     assert late.wait_exit() == 3
-    assert "a living instance is called 'harbour' already" in late.text
+    assert "a live instance is already named 'harbour'" in late.text
     assert f"pid {holder.pid}" in late.text
     assert "FLOTILLA_INSTANCE_NAME" in late.text
     assert "Traceback" not in late.text

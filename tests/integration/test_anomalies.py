@@ -38,7 +38,7 @@ async def test_each_is_said_once_when_it_comes_and_once_when_it_is_over(
     caplog.set_level(logging.INFO, "app.fleet.cluster.anomalies")
     await here.sql("UPDATE instances SET clock_ahead = 3600")
     for _ in range(2):
-        await anomalies_of(here).look()
+        await anomalies_of(here).find_and_log()
     assert [record.getMessage() for record in caplog.records] == ["anomaly.found"]
     assert anomalies_of(here).counts == {"clock_difference": 1}
     metrics = (await here.running.client.get("/metrics")).text
@@ -46,13 +46,13 @@ async def test_each_is_said_once_when_it_comes_and_once_when_it_is_over(
     assert all(f'flotilla_anomalies{{kind="{kind}"}}' in metrics for kind in KINDS)
     caplog.clear()
     await here.sql("UPDATE instances SET clock_ahead = 0")
-    await anomalies_of(here).look()
+    await anomalies_of(here).find_and_log()
     assert [record.getMessage() for record in caplog.records] == ["anomaly.over"]
     assert anomalies_of(here).counts == {}
 
 
 async def test_the_leader_looks_by_itself_and_the_others_do_not(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.fleet.cluster.anomalies.EVERY", 0.02)
+    monkeypatch.setattr("app.fleet.cluster.anomalies.CHECK_INTERVAL", 0.02)
     async with local_instance(address) as first, local_instance(address) as second:
 
         async def somebody_leads() -> bool:

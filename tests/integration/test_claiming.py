@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.cluster.registry import Register
+from app.fleet.cluster.registry import Registry
 from app.fleet.db.statements import array
 from app.fleet.engine.actions.action import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
@@ -235,7 +235,7 @@ async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         one = await here.instance("one")
-        register = Register(NAMESPACE, [Rescue(NAMESPACE)])
+        register = Registry(NAMESPACE, [Rescue(NAMESPACE)])
         async with here.database.connection() as connection:
             now = asyncio.get_running_loop().time()
             one.claimant.backlog.tell(here.catalogue.id_of("tick"), 0, datetime(2020, 1, 1, tzinfo=UTC), now)

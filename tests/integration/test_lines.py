@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from app.fleet.cluster.registry import Register
+from app.fleet.cluster.registry import Registry
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import array
 from app.fleet.engine.dispatch import claim, ordered
@@ -93,7 +93,7 @@ async def test_a_run_of_an_instance_that_died_holds_its_line_and_goes_first(addr
         one, two = await here.instance("one"), await here.instance("two")
         assert ids(await one.claim()) == [first]
         assert await two.claim() == []
-        register = Register(NAMESPACE, [Rescue(NAMESPACE)])
+        register = Registry(NAMESPACE, [Rescue(NAMESPACE)])
         with psycopg.connect(address, autocommit=True) as leader:
             assert register.declare_gone(leader, one.identity.id, "it looks dead") == "one"
         assert ids(await two.claim()) == [first]

@@ -12,7 +12,7 @@ import pytest
 
 from app.fleet.cluster.leader import Leader
 from app.fleet.cluster.link import Callbacks, Link
-from app.fleet.cluster.registry import BATCH, RELINK_GRACE, Identity, Register, Registration, Session
+from app.fleet.cluster.registry import BATCH, RELINK_GRACE, Identity, Registration, Registry, Session
 from app.fleet.db import migrations
 from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.namespace import Namespace
@@ -23,7 +23,7 @@ from tests.support.proxy import Proxy
 
 POSTGRES_VERSIONS = (18, 16)
 NAMESPACE = Namespace("flotilla")
-REGISTER = Register(NAMESPACE)
+REGISTRY = Registry(NAMESPACE)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def home(address: str) -> str:
 @contextmanager
 def linked(address: str, callbacks: Callbacks | None = None, name: str | None = None) -> Iterator[Link]:
     wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12, name=name)
-    link = Link(address, REGISTER, wanted, callbacks or Callbacks())
+    link = Link(address, REGISTRY, wanted, callbacks or Callbacks())
     link.join()
     try:
         yield link
@@ -45,7 +45,7 @@ def linked(address: str, callbacks: Callbacks | None = None, name: str | None = 
 
 @contextmanager
 def queued(address: str, link: Link) -> Iterator[Leader]:
-    leader = Leader(address, REGISTER, link)
+    leader = Leader(address, REGISTRY, link)
     leader.start()
     try:
         yield leader
@@ -103,14 +103,14 @@ def test_a_leader_does_not_call_itself_leader_from_the_moment_it_steps_down(
 ) -> None:
     """The server may let the next one in before this one's thread has noticed that its session ended."""
     noticed = threading.Event()
-    change = Leader._change
+    change = Leader._set_leading
 
     def notice_late(self: Leader, leading: bool) -> None:
         if not leading:
             noticed.wait(10)
         change(self, leading)
 
-    monkeypatch.setattr(Leader, "_change", notice_late)
+    monkeypatch.setattr(Leader, "_set_leading", notice_late)
     with linked(home) as one, queued(home, one) as leader:
         eventually(lambda: leader.leading)
         leader.step_down()
@@ -164,7 +164,7 @@ def test_a_leader_that_gets_no_session_to_write_by_goes_on_leading_and_tries_aga
         postgres.session() as operator,
     ):
         eventually(lambda: first.leading)
-        other = REGISTER.join(theirs, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        other = REGISTRY.join(theirs, Registration(uuid4(), "there", 2, "test", 12), "ready")
         with queued(home, two) as second:
             eventually(lambda: candidates(session) == 1)
             name = home.rpartition("/")[2]
@@ -173,9 +173,9 @@ def test_a_leader_that_gets_no_session_to_write_by_goes_on_leading_and_tries_aga
                 first.step_down()
                 theirs.close()
                 eventually(lambda: second.leading)
-                looks = second.looks
+                looks = second.checks
                 # The first few are within the grace of the instance that died.
-                eventually(lambda: second.looks > looks + 10)
+                eventually(lambda: second.checks > looks + 10)
                 assert second.leading
                 assert second.terms == 1
                 assert living(session, other.id)
@@ -187,7 +187,7 @@ def test_a_leader_that_gets_no_session_to_write_by_goes_on_leading_and_tries_aga
 
 def test_there_is_one_leader_at_a_time_through_many_hand_overs(home: str) -> None:
     with linked(home) as one, linked(home) as two, linked(home) as three:
-        leaders = [Leader(home, REGISTER, link) for link in (one, two, three)]
+        leaders = [Leader(home, REGISTRY, link) for link in (one, two, three)]
         for each in leaders:
             each.start()
         with psycopg.connect(home, autocommit=True) as session:
@@ -202,7 +202,7 @@ def test_there_is_one_leader_at_a_time_through_many_hand_overs(home: str) -> Non
 
 def leading_backend(session: psycopg.Connection[tuple[object, ...]]) -> int | None:
     """The backend of the one leader; an assertion, if there were two."""
-    leaders = [each.id for each in REGISTER.list(session) if each.leader]
+    leaders = [each.id for each in REGISTRY.list(session) if each.leader]
     assert len(leaders) <= 1
     found = session.execute("SELECT turn_pid FROM flotilla.instances WHERE id = ANY(%s)", [leaders]).fetchone()
     return None if found is None else int(str(found[0]))
@@ -213,7 +213,7 @@ def hand_over_from(session: psycopg.Connection[tuple[object, ...]], backend: int
 
 
 def living(session: Session, identifier: int) -> bool:
-    return not REGISTER.is_gone(session, identifier)
+    return not REGISTRY.is_gone(session, identifier)
 
 
 def seconds_until_gone(session: Session, identifier: int) -> float:
@@ -226,7 +226,7 @@ def test_a_lock_that_a_restart_took_away_is_given_time_to_come_back(home: str) -
     """The row says on which server its lock was taken. On this one it never was, so it is no sign of death yet."""
     with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
         dying = open_session(home, application="test", lease=None)
-        other = REGISTER.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        other = REGISTRY.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
         session.execute("UPDATE flotilla.instances SET server_started_at = now() - interval '1 day' WHERE id = 2")
         assert other.id == 2
         dying.close()
@@ -246,7 +246,7 @@ def leader_and_another(home: str) -> Iterator[tuple[Link, Session, DirectSession
         open_session(home, application="test", lease=None) as theirs,
     ):
         eventually(lambda: leader.leading)
-        other = REGISTER.join(theirs, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        other = REGISTRY.join(theirs, Registration(uuid4(), "there", 2, "test", 12), "ready")
         yield link, session, theirs, other.id
 
 
@@ -254,7 +254,7 @@ def test_a_leader_whose_own_link_was_just_broken_judges_nobody_in_a_hurry(home: 
     """What ended its session may have ended everyone's: a crash of the server keeps the server's start time."""
     with leader_and_another(home) as (link, session, theirs, other):
         session.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE '%/link/%'")
-        eventually(lambda: link.figures.relinks == 1)
+        eventually(lambda: link.stats.relinks == 1)
         theirs.close()
         assert seconds_until_gone(session, other) > RELINK_GRACE * 0.5
 
@@ -276,8 +276,8 @@ def test_a_defect_in_what_a_death_asks_for_costs_a_try_and_not_the_leader(home: 
 
     with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
         dying = open_session(home, application="test", lease=None)
-        other = REGISTER.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
-        leader = Leader(home, Register(NAMESPACE, [fail_once]), link)
+        other = REGISTRY.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        leader = Leader(home, Registry(NAMESPACE, [fail_once]), link)
         leader.start()
         dying.close()
         seconds_until_gone(session, other.id)
@@ -301,14 +301,14 @@ def test_a_death_with_very_many_runs_is_a_short_transaction_and_the_leader_takes
 
     with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
         dying = open_session(home, application="test", lease=None)
-        other = REGISTER.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
+        other = REGISTRY.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
         session.execute(
             "INSERT INTO flotilla.runs (action_id, state, priority, run_at, instance_id, max_attempts, trigger) "
             "SELECT 1, 'running', 0, now(), %s, 1, 'code' FROM generate_series(1, %s)",
             [other.id, 2 * BATCH + 500],
         )
         dying.close()
-        leader = Leader(home, Register(NAMESPACE, [counted]), link)
+        leader = Leader(home, Registry(NAMESPACE, [counted]), link)
         leader.start()
         eventually(lambda: len(steps) == 3)
         leader.step_down()
@@ -364,11 +364,11 @@ def test_whoever_gave_up_waiting_for_an_announcement_does_not_end_the_link(home:
         with session.transaction():
             session.execute("SELECT FROM flotilla.instances FOR UPDATE")
             # The next beat waits for this row.
-            given_up = link.say("ready")
+            given_up = link.announce("ready")
             time.sleep(0.3)
             assert given_up.cancel()
-        link.say("draining").result(10)
-        assert [each.state for each in REGISTER.list(session)] == ["draining"]
+        link.announce("draining").result(10)
+        assert [each.state for each in REGISTRY.list(session)] == ["draining"]
         assert link.holds()
     assert not refused
 
@@ -383,14 +383,14 @@ def test_a_lost_identity_is_dropped_completely_before_there_is_a_new_one(home: s
         order.append("dropped")
         dropped.set()
 
-    callbacks = Callbacks(on_lost=lost, on_joined=lambda identity: order.append(f"joined {identity.id}"))
+    callbacks = Callbacks(on_identity_lost=lost, on_joined=lambda identity: order.append(f"joined {identity.id}"))
     with linked(home, callbacks) as link, psycopg.connect(home, autocommit=True) as session:
         former = link.identity
         assert former is not None
         session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [former.id])
         assert dropped.wait(10)
         current = eventually(lambda: link.identity)
-        assert link.figures.identities_lost == 1
+        assert link.stats.identities_lost == 1
     assert order == [f"joined {former.id}", f"lost {former.id}", "dropped", f"joined {current.id}"]
     assert current.id > former.id
     assert current.name == former.name
@@ -418,7 +418,7 @@ def test_a_chosen_name_that_was_taken_meanwhile_makes_the_latecomer_leave(home: 
 def linked_by_row(session: psycopg.Connection[tuple[object, ...]], name: str) -> Iterator[None]:
     """Another instance of this name, presence lock and all, on the given session."""
     wanted = Registration(run_id=uuid4(), hostname="there", pid=2, version="test", connections=12, name=name)
-    REGISTER.join(session, wanted, "ready")
+    REGISTRY.join(session, wanted, "ready")
     yield
 
 
@@ -435,7 +435,7 @@ def test_notifications_stay_in_their_namespace(address: str) -> None:
         migrations.migrate(address, namespace)
         wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12)
         callbacks = Callbacks(on_notification=payloads.append)
-        links.append(Link(address, Register(namespace), wanted, callbacks))
+        links.append(Link(address, Registry(namespace), wanted, callbacks))
         links[-1].join()
     with psycopg.connect(address, autocommit=True) as session:
         session.execute("SELECT pg_notify('one', 'for one')")
@@ -448,7 +448,7 @@ def test_notifications_stay_in_their_namespace(address: str) -> None:
 
 
 def wait_for_relinks(links: list[Link], than: list[int]) -> None:
-    eventually(lambda: all(link.figures.relinks > former for link, former in zip(links, than, strict=True)))
+    eventually(lambda: all(link.stats.relinks > former for link, former in zip(links, than, strict=True)))
 
 
 def test_many_links_broken_at_once_all_keep_their_identity(home: str) -> None:
@@ -456,12 +456,12 @@ def test_many_links_broken_at_once_all_keep_their_identity(home: str) -> None:
         links = []
         for _ in range(8):
             wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12)
-            links.append(Link(home, REGISTER, wanted, Callbacks()))
+            links.append(Link(home, REGISTRY, wanted, Callbacks()))
         before = list(pool.map(lambda link: link.join(), links))
         with queued(home, links[0]) as leader, psycopg.connect(home, autocommit=True) as session:
             eventually(lambda: leader.leading)
             for _ in range(5):
-                relinks = [link.figures.relinks for link in links]
+                relinks = [link.stats.relinks for link in links]
                 session.execute(
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                     # With or without its instance's name, which it says last.

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from app.fleet import Run
-from app.fleet.cluster.registry import Register
+from app.fleet.cluster.registry import Registry
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import fetch
@@ -103,7 +103,7 @@ async def waits(here: EngineHarness, session: Connection) -> None:
 
 async def kill(here: EngineHarness, owner: Owner) -> None:
     """Declare its instance gone, as the leader does."""
-    register = Register(NAMESPACE, [Rescue(NAMESPACE)])
+    register = Registry(NAMESPACE, [Rescue(NAMESPACE)])
     with psycopg.connect(here.address, autocommit=True) as leader:
         assert register.declare_gone(leader, owner.instance, "it looks dead") is not None
 
@@ -249,7 +249,7 @@ async def test_an_attempt_whose_run_was_taken_over_takes_nothing(here: EngineHar
 
 
 async def test_while_a_key_is_being_taken_its_owner_is_not_declared_gone(here: EngineHarness) -> None:
-    register = Register(NAMESPACE, [Rescue(NAMESPACE)])
+    register = Registry(NAMESPACE, [Rescue(NAMESPACE)])
     async with asker(here, await instance(here, "one")) as one:
         async with one.session.transaction():
             await one.ask("k")

@@ -9,7 +9,8 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from app.fleet.cluster.registry import GRACE, HOLD_PRESENCE, STATE, Identity, Register, Registration, Session
+from app.fleet.cluster.registry import GRACE, Identity, Registration, Registry, Session
+from app.fleet.cluster.registry_statements import FIND_STATE, TRY_PRESENCE_LOCK
 from app.fleet.db import migrations
 from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.dsn import pool_application
@@ -52,11 +53,11 @@ def theirs(home: str) -> Iterator[DirectSession]:
         yield own
 
 
-REGISTER = Register(NAMESPACE)
+REGISTRY = Registry(NAMESPACE)
 
 
 def state(asked: Session, identifier: int) -> str:
-    row = asked.execute(NAMESPACE.sql(STATE), {"id": identifier})
+    row = asked.execute(NAMESPACE.sql(FIND_STATE), {"id": identifier})
     found = row.fetchone()
     assert found is not None
     return str(found[0])
@@ -65,8 +66,8 @@ def state(asked: Session, identifier: int) -> str:
 def one_that_died(home: str, witness: Session) -> Identity:
     """Join and let the session end; return when the server has noticed."""
     with session(home) as dying:
-        identity = REGISTER.join(dying, wanted(), "ready")
-    eventually(lambda: identity.id in REGISTER.silent(witness))
+        identity = REGISTRY.join(dying, wanted(), "ready")
+    eventually(lambda: identity.id in REGISTRY.unlinked(witness))
     return identity
 
 
@@ -77,14 +78,14 @@ def test_a_row_is_never_there_before_its_lock(home: str, ours: DirectSession, th
 
     def look() -> None:
         while not done.is_set():
-            seen.extend(REGISTER.silent(theirs))
+            seen.extend(REGISTRY.unlinked(theirs))
 
     looking = threading.Thread(target=look)
     looking.start()
     sessions = []
     for _ in range(100):
         sessions.append(open_session(home, application="test", lease=None))
-        REGISTER.join(sessions[-1], wanted(), "ready")
+        REGISTRY.join(sessions[-1], wanted(), "ready")
     done.set()
     looking.join()
     for each in sessions:
@@ -94,17 +95,17 @@ def test_a_row_is_never_there_before_its_lock(home: str, ours: DirectSession, th
 
 
 def test_one_that_lives_cannot_be_declared_gone(ours: DirectSession, theirs: DirectSession) -> None:
-    identity = REGISTER.join(ours, wanted(), "ready")
-    assert REGISTER.declare_gone(theirs, identity.id, "a mistake") is None
+    identity = REGISTRY.join(ours, wanted(), "ready")
+    assert REGISTRY.declare_gone(theirs, identity.id, "a mistake") is None
     assert state(theirs, identity.id) == "ready"
 
 
 def test_one_that_died_is_declared_gone_once(home: str, ours: DirectSession, theirs: DirectSession) -> None:
     identity = one_that_died(home, ours)
-    assert list(REGISTER.silent(ours)) == [identity.id]
-    assert REGISTER.declare_gone(ours, identity.id, "its session ended") == identity.name
-    assert REGISTER.declare_gone(theirs, identity.id, "again") is None
-    assert REGISTER.silent(ours) == {}
+    assert list(REGISTRY.unlinked(ours)) == [identity.id]
+    assert REGISTRY.declare_gone(ours, identity.id, "its session ended") == identity.name
+    assert REGISTRY.declare_gone(theirs, identity.id, "again") is None
+    assert REGISTRY.unlinked(ours) == {}
 
 
 def test_a_link_that_comes_back_during_the_verdict_waits_and_then_reads_it(
@@ -112,16 +113,16 @@ def test_a_link_that_comes_back_during_the_verdict_waits_and_then_reads_it(
 ) -> None:
     identity = one_that_died(home, ours)
     with theirs.transaction():
-        theirs.execute(NAMESPACE.sql(HOLD_PRESENCE), {"key": identity.id})
+        theirs.execute(NAMESPACE.sql(TRY_PRESENCE_LOCK), {"key": identity.id})
         # The verdict is being written. The one it is about comes back now, and must not get in between.
-        assert not REGISTER.take_presence(ours, identity.id)
+        assert not REGISTRY.take_presence_lock(ours, identity.id)
         theirs.execute(
             NAMESPACE.sql(SET_GONE),
             {"id": identity.id},
         )
-    assert REGISTER.take_presence(ours, identity.id)
-    assert not REGISTER.relink(ours, identity)
-    assert REGISTER.beat(ours, identity, "ready", 0) is None
+    assert REGISTRY.take_presence_lock(ours, identity.id)
+    assert not REGISTRY.relink(ours, identity)
+    assert REGISTRY.heartbeat(ours, identity, "ready", 0) is None
 
 
 def test_a_link_that_comes_back_before_the_verdict_stops_it(
@@ -129,10 +130,10 @@ def test_a_link_that_comes_back_before_the_verdict_stops_it(
 ) -> None:
     identity = one_that_died(home, ours)
     # The leader saw the lock free; before it could decide, the link is up again.
-    assert identity.id in REGISTER.silent(theirs)
-    assert REGISTER.take_presence(ours, identity.id)
-    assert REGISTER.declare_gone(theirs, identity.id, "its session ended") is None
-    assert REGISTER.relink(ours, identity)
+    assert identity.id in REGISTRY.unlinked(theirs)
+    assert REGISTRY.take_presence_lock(ours, identity.id)
+    assert REGISTRY.declare_gone(theirs, identity.id, "its session ended") is None
+    assert REGISTRY.relink(ours, identity)
 
 
 def test_what_a_death_asks_for_commits_with_it_or_not_at_all(home: str, ours: DirectSession) -> None:
@@ -147,11 +148,11 @@ def test_what_a_death_asks_for_commits_with_it_or_not_at_all(home: str, ours: Di
 
     identity = one_that_died(home, ours)
     with pytest.raises(RuntimeError, match="a hook that fails"):
-        Register(NAMESPACE, [free, fail]).declare_gone(ours, identity.id, "its session ended")
+        Registry(NAMESPACE, [free, fail]).declare_gone(ours, identity.id, "its session ended")
     assert state(ours, identity.id) == "ready"
     assert ours.execute("SELECT * FROM freed").fetchall() == []
 
-    Register(NAMESPACE, [free]).declare_gone(ours, identity.id, "its session ended")
+    Registry(NAMESPACE, [free]).declare_gone(ours, identity.id, "its session ended")
     assert ours.execute("SELECT * FROM freed").fetchall() == [(identity.id,)]
 
 
@@ -159,7 +160,7 @@ def test_what_a_death_asks_for_happens_once_whether_it_left_or_was_declared_gone
     ours: DirectSession, theirs: DirectSession
 ) -> None:
     deaths: list[object] = []
-    register = Register(NAMESPACE, [lambda _, identifiers: deaths.extend(identifiers)])
+    register = Registry(NAMESPACE, [lambda _, identifiers: deaths.extend(identifiers)])
     identity = register.join(ours, wanted(), "ready")
     theirs.execute(NAMESPACE.sql(SET_GONE), {"id": identity.id})
     register.leave(ours, identity.id, "left", [])
@@ -186,7 +187,7 @@ def test_an_instance_that_was_frozen_while_it_received_a_claim_is_declared_gone(
     home: str, ours: DirectSession, theirs: DirectSession
 ) -> None:
     """Its backend waits for it with the claim's locks, and no timeout of the server's ends that wait."""
-    identity = REGISTER.join(theirs, wanted(), "ready")
+    identity = REGISTRY.join(theirs, wanted(), "ready")
     with closing(pool_session(home, identity)) as frozen:
         backend = frozen.info.backend_pid
         # Sent, and never read: as by a process that was stopped in this moment.
@@ -194,8 +195,8 @@ def test_an_instance_that_was_frozen_while_it_received_a_claim_is_declared_gone(
         waits = "SELECT wait_event FROM pg_stat_activity WHERE pid = %s"
         eventually(lambda: ours.execute(waits, [backend]).fetchone() == ("ClientWrite",))
         theirs.close()
-        eventually(lambda: identity.id in REGISTER.silent(ours))
-        eventually(lambda: REGISTER.declare_gone(ours, identity.id, "its session ended") == identity.name)
+        eventually(lambda: identity.id in REGISTRY.unlinked(ours))
+        eventually(lambda: REGISTRY.declare_gone(ours, identity.id, "its session ended") == identity.name)
         assert ours.execute(waits, [backend]).fetchone() is None
 
 
@@ -216,17 +217,17 @@ def test_a_verdict_ends_no_session_of_another_instance_and_none_that_does_not_ho
     home: str, ours: DirectSession, theirs: DirectSession
 ) -> None:
     with session(home) as dying:
-        identity = REGISTER.join(dying, wanted(), "ready")
-    neighbour = REGISTER.join(theirs, wanted(), "ready")
-    eventually(lambda: identity.id in REGISTER.silent(ours))
+        identity = REGISTRY.join(dying, wanted(), "ready")
+    neighbour = REGISTRY.join(theirs, wanted(), "ready")
+    eventually(lambda: identity.id in REGISTRY.unlinked(ours))
     with pool_session(home, identity) as idle, pool_session(home, neighbour) as holder:
         idle.execute("BEGIN")
         idle.execute("SELECT 1")
         with holder.transaction():
             # As the operator's release of a lock that the dead instance waited for.
             holder.execute("SELECT FROM flotilla.instances WHERE id = %s FOR KEY SHARE", [identity.id])
-            assert REGISTER.declare_gone(ours, identity.id, "its session ended") is None
-        assert REGISTER.declare_gone(ours, identity.id, "its session ended") == identity.name
+            assert REGISTRY.declare_gone(ours, identity.id, "its session ended") is None
+        assert REGISTRY.declare_gone(ours, identity.id, "its session ended") == identity.name
         idle.execute("COMMIT")
 
 
@@ -234,11 +235,11 @@ def test_a_name_is_unique_among_the_living_and_free_after_death(
     home: str, ours: DirectSession, theirs: DirectSession
 ) -> None:
     with session(home) as first:
-        holder = REGISTER.join(first, wanted("harbour"), "ready")
+        holder = REGISTRY.join(first, wanted("harbour"), "ready")
         with pytest.raises(NameTaken, match=rf"id {holder.id}, pid 1 on here"):
-            REGISTER.join(ours, wanted("harbour"), "ready")
+            REGISTRY.join(ours, wanted("harbour"), "ready")
     began = time.monotonic()
-    heir = REGISTER.join(theirs, wanted("harbour"), "ready")
+    heir = REGISTRY.join(theirs, wanted("harbour"), "ready")
     assert heir.id > holder.id
     assert time.monotonic() - began >= GRACE, "a link that was merely broken had no time to come back"
 
@@ -247,90 +248,90 @@ def test_a_holder_that_comes_back_in_its_grace_keeps_its_name(
     home: str, ours: DirectSession, theirs: DirectSession
 ) -> None:
     first = open_session(home, application="test", lease=None)
-    holder = REGISTER.join(first, wanted("harbour"), "ready")
+    holder = REGISTRY.join(first, wanted("harbour"), "ready")
     first.close()
-    comeback = threading.Timer(GRACE / 3, lambda: REGISTER.take_presence(theirs, holder.id))
+    comeback = threading.Timer(GRACE / 3, lambda: REGISTRY.take_presence_lock(theirs, holder.id))
     comeback.start()
     with pytest.raises(NameTaken):
-        REGISTER.join(ours, wanted("harbour"), "ready")
+        REGISTRY.join(ours, wanted("harbour"), "ready")
     comeback.join()
 
 
 def test_a_number_whose_name_somebody_chose_by_hand_is_skipped(ours: DirectSession, theirs: DirectSession) -> None:
-    REGISTER.join(ours, wanted("flotilla-1"), "ready")
-    assert REGISTER.join(theirs, wanted(), "ready").name == "flotilla-2"
+    REGISTRY.join(ours, wanted("flotilla-1"), "ready")
+    assert REGISTRY.join(theirs, wanted(), "ready").name == "flotilla-2"
 
 
 def test_an_id_that_is_in_use_already_is_an_error_and_not_an_endless_loop(ours: DirectSession) -> None:
     """The sequence was reset, for example by restoring a part of a backup."""
-    REGISTER.join(ours, wanted(), "ready")
+    REGISTRY.join(ours, wanted(), "ready")
     ours.execute(NAMESPACE.sql(Statement("SELECT setval('{schema}.instance_ids', 1, false)")))
     with pytest.raises(psycopg.errors.UniqueViolation, match="instances_pkey"):
-        REGISTER.join(ours, wanted(), "ready")
+        REGISTRY.join(ours, wanted(), "ready")
 
 
 def test_a_row_that_belongs_to_another_process_by_now_is_neither_renewed_nor_taken_up_again(
     ours: DirectSession,
 ) -> None:
     """A restored backup may give an id away twice; the run id tells the two processes apart."""
-    identity = REGISTER.join(ours, wanted(), "ready")
+    identity = REGISTRY.join(ours, wanted(), "ready")
     ours.execute(NAMESPACE.sql(Statement("UPDATE {schema}.instances SET run_id = %(other)s")), {"other": uuid4()})
-    assert REGISTER.beat(ours, identity, "ready", 0) is None
-    assert not REGISTER.relink(ours, identity)
+    assert REGISTRY.heartbeat(ours, identity, "ready", 0) is None
+    assert not REGISTRY.relink(ours, identity)
 
 
 def test_a_former_name_is_taken_again_if_it_is_free_and_given_up_if_not(
     home: str, ours: DirectSession, theirs: DirectSession
 ) -> None:
-    assert REGISTER.join(ours, wanted(former_name="flotilla-9"), "ready").name == "flotilla-9"
-    assert REGISTER.join(theirs, wanted(former_name="flotilla-9"), "ready").name == "flotilla-1"
+    assert REGISTRY.join(ours, wanted(former_name="flotilla-9"), "ready").name == "flotilla-9"
+    assert REGISTRY.join(theirs, wanted(former_name="flotilla-9"), "ready").name == "flotilla-1"
     assert home
 
 
 def test_a_workspace_has_one_owner_and_any_number_that_were_forced_in(
     home: str, ours: DirectSession, theirs: DirectSession
 ) -> None:
-    owner = REGISTER.join(ours, wanted(workspace="volume"), "ready")
+    owner = REGISTRY.join(ours, wanted(workspace="volume"), "ready")
     with pytest.raises(WorkspaceTaken, match=f"in use by {owner.name}"):
-        REGISTER.join(theirs, wanted(workspace="volume"), "ready")
+        REGISTRY.join(theirs, wanted(workspace="volume"), "ready")
     with session(home) as third:
-        REGISTER.join(theirs, wanted(workspace="volume", workspace_shared=True), "ready")
-        REGISTER.join(third, wanted(workspace="volume", workspace_shared=True), "ready")
+        REGISTRY.join(theirs, wanted(workspace="volume", workspace_shared=True), "ready")
+        REGISTRY.join(third, wanted(workspace="volume", workspace_shared=True), "ready")
 
 
 def test_a_long_namespace_still_gives_names_that_fit(address: str) -> None:
     long = Namespace("n" * 63)
     migrations.migrate(address, long)
     with session(address) as own:
-        identity = Register(long).join(own, wanted(), "ready")
+        identity = Registry(long).join(own, wanted(), "ready")
     assert identity.name == "n" * 61 + "-1"
 
 
 def test_asking_somebody_unknown_to_leave_says_so(ours: DirectSession) -> None:
     with pytest.raises(InstanceUnknown, match="flotilla list"):
-        REGISTER.request_drain(ours, "nobody", "a test")
+        REGISTRY.request_drain(ours, "nobody", "a test")
 
 
 def test_a_request_to_leave_is_read_from_the_row_at_the_next_beat(ours: DirectSession, theirs: DirectSession) -> None:
-    identity = REGISTER.join(ours, wanted(), "ready")
-    answer = REGISTER.beat(ours, identity, "ready", 0)
+    identity = REGISTRY.join(ours, wanted(), "ready")
+    answer = REGISTRY.heartbeat(ours, identity, "ready", 0)
     assert answer is not None
-    assert not answer.asked_to_leave
-    REGISTER.request_drain(theirs, identity.name, "a test")
-    answer = REGISTER.beat(ours, identity, "ready", 0)
+    assert not answer.drain_requested
+    REGISTRY.request_drain(theirs, identity.name, "a test")
+    answer = REGISTRY.heartbeat(ours, identity, "ready", 0)
     assert answer is not None
-    assert (answer.asked_to_leave, answer.reason) == (True, "a test")
+    assert (answer.drain_requested, answer.drain_reason) == (True, "a test")
 
 
 def test_a_former_session_that_still_holds_our_presence_is_ended_and_no_other(
     home: str, ours: DirectSession, theirs: DirectSession
 ) -> None:
-    identity = REGISTER.join(ours, wanted(), "ready")
+    identity = REGISTRY.join(ours, wanted(), "ready")
     bystander = open_session(home, application="test", lease=None)
-    REGISTER.end_former_session(theirs, identity.id, bystander.info.backend_pid)
+    REGISTRY.end_former_session(theirs, identity.id, bystander.info.backend_pid)
     assert bystander.execute("SELECT 1").fetchone() == (1,), "it holds no presence of ours"
     bystander.close()
-    REGISTER.end_former_session(theirs, identity.id, ours.info.backend_pid)
+    REGISTRY.end_former_session(theirs, identity.id, ours.info.backend_pid)
     with pytest.raises(psycopg.OperationalError):
         ours.execute("SELECT 1")
 
@@ -339,13 +340,13 @@ def test_only_rows_long_gone_are_pruned(home: str, ours: DirectSession) -> None:
     identities: list[Identity] = []
     for _ in range(3):
         identities.append(one_that_died(home, ours))
-        REGISTER.declare_gone(ours, identities[-1].id, "its session ended")
+        REGISTRY.declare_gone(ours, identities[-1].id, "its session ended")
     ours.execute(
         NAMESPACE.sql(Statement("UPDATE {schema}.instances SET gone_at = now() - interval '8 days' WHERE id = %(id)s")),
         {"id": identities[0].id},
     )
-    assert REGISTER.prune(ours) == 1
-    assert [each.id for each in REGISTER.list(ours)] == [each.id for each in identities[1:]]
+    assert REGISTRY.prune(ours) == 1
+    assert [each.id for each in REGISTRY.list(ours)] == [each.id for each in identities[1:]]
 
 
 def test_lock_keys_of_different_kinds_never_meet() -> None:

@@ -17,7 +17,7 @@ from app.fleet.cli.terminal import (
     write_json,
     write_table,
 )
-from app.fleet.cluster import commands
+from app.fleet.cluster import command_audit
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import admin
@@ -71,7 +71,7 @@ async def find_actions(settings: FleetSettings) -> list[ActionRecord]:
 async def change(settings: FleetSettings, command: str, apply: Change, name: str) -> ActionRecord:
     async with connect_to_change(settings) as (connection, namespace):
         async with connection.transaction():
-            await commands.announce(connection, namespace, command, name)
+            await command_audit.notify_leader(connection, namespace, command, name)
             await apply(connection, namespace, name)
         return await admin.find(connection, namespace, Catalogue.load(settings.actions), name)
 

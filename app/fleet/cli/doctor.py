@@ -13,7 +13,7 @@ import psycopg
 
 from app.fleet.cluster.anomalies import ALLOWED_CONNECTIONS, over_budget
 from app.fleet.cluster.member import sessions
-from app.fleet.cluster.registry import Register, Session
+from app.fleet.cluster.registry import Registry, Session
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace, Statement
@@ -171,7 +171,7 @@ def check_budget(session: Session, namespace: Namespace, settings: FleetSettings
     allowed = int(row[0])
     each = sessions(settings)
     absent = migrations.inspect(session, namespace) is migrations.State.ABSENT
-    living = [] if absent else [row for row in Register(namespace).list(session) if row.living]
+    living = [] if absent else [row for row in Registry(namespace).list(session) if row.live]
     for anomaly in over_budget(living, allowed):
         yield Finding(Level.WARNING, "connection budget", anomaly.detail)
         return

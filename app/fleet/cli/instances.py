@@ -26,7 +26,7 @@ from app.fleet.cli.terminal import (
     write_json,
     write_table,
 )
-from app.fleet.cluster.registry import Instance, Register, Session
+from app.fleet.cluster.registry import Instance, Registry, Session
 from app.fleet.coordination.locks.by_instance import read_lock_names
 from app.fleet.db import dsn, embedded, migrations, preflight
 from app.fleet.db.namespace import Namespace
@@ -101,8 +101,8 @@ def up(
     if not 0 < first <= 65536 - instances:
         raise SettingsError(f"there are no {instances} ports from {first} on: choose a lower port with --port")
     ports = range(first, first + instances)
-    with session_for(settings) as (session, register):
-        present = by_port_on_this_host(register.list(session))
+    with session_for(settings) as (session, registry):
+        present = by_port_on_this_host(registry.list(session))
     started: dict[int, subprocess.Popen[bytes]] = {}
     for number, each in enumerate(ports, 1):
         if each in present:
@@ -158,8 +158,8 @@ def wait_until_ready(port: int, process: "subprocess.Popen[bytes]", settings: Fl
 def wait_for_leader(settings: FleetSettings) -> None:
     """Wait until an instance is the leader, usually some milliseconds. Without a leader in time, the list shows it."""
     deadline = time.monotonic() + LEADER_WITHIN
-    with session_for(settings) as (session, register):
-        while not any(row.leader for row in register.list(session)) and time.monotonic() < deadline:
+    with session_for(settings) as (session, registry):
+        while not any(row.leader for row in registry.list(session)) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
@@ -185,26 +185,26 @@ def down(
     if settings.embedded and not embedded.is_running(settings.embedded_dir):
         write("no instance is running here: the embedded PostgreSQL is stopped")
         return
-    with session_for(settings) as (session, register):
+    with session_for(settings) as (session, registry):
         if name is not None:
             names = [name]
         else:
             names = [
-                each.name for each in register.list(session) if each.living and each.hostname == socket.gethostname()
+                each.name for each in registry.list(session) if each.live and each.hostname == socket.gethostname()
             ]
         reason = f"flotilla down, by pid {os.getpid()} on {socket.gethostname()}"
-        waiting = {each: register.request_drain(session, each, reason) for each in names}
-        wait_until_gone(session, register, waiting, timeout)
-        last_one_gone = not any(each.living for each in register.list(session))
+        waiting = {each: registry.request_drain(session, each, reason) for each in names}
+        wait_until_gone(session, registry, waiting, timeout)
+        last_one_gone = not any(each.live for each in registry.list(session))
     if name is None and settings.embedded and last_one_gone and embedded.stop(settings.embedded_dir):
         write("embedded PostgreSQL: stopped")
 
 
-def wait_until_gone(session: Session, register: Register, waiting: dict[str, int], timeout: float) -> None:
+def wait_until_gone(session: Session, registry: Registry, waiting: dict[str, int], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while waiting and time.monotonic() < deadline:
         for name, identifier in list(waiting.items()):
-            if register.is_gone(session, identifier):
+            if registry.is_gone(session, identifier):
                 write(f"{name}: gone")
                 del waiting[name]
         time.sleep(0.1)
@@ -213,10 +213,10 @@ def wait_until_gone(session: Session, register: Register, waiting: dict[str, int
 
 
 def show(settings: FleetSettings, *, with_gone: bool = False, as_json: bool = False) -> None:
-    with session_for(settings) as (session, register):
-        rows = [row for row in register.list(session) if with_gone or row.living]
+    with session_for(settings) as (session, registry):
+        rows = [row for row in registry.list(session) if with_gone or row.live]
         if as_json:
-            locks = read_lock_names(session, register.namespace)
+            locks = read_lock_names(session, registry.namespace)
             write_json([asdict(row) | {"locks": locks.get(row.id, [])} for row in rows])
         else:
             write_table(COLUMNS, map(cells, rows))
@@ -225,7 +225,7 @@ def show(settings: FleetSettings, *, with_gone: bool = False, as_json: bool = Fa
 def cells(row: Instance) -> Iterator[str]:
     yield from (row.name, str(row.id), row.state, "leader" if row.leader else "", str(row.running))
     yield from (row.hostname, str(row.pid), str(row.port or ""), row.version)
-    if row.living:
+    if row.live:
         yield f"{row.heartbeat_age_ms} ms ago"
         yield coarse_duration(row.started_at, datetime.now(row.started_at.tzinfo))
     else:
@@ -239,7 +239,7 @@ def cells(row: Instance) -> Iterator[str]:
 
 def by_port_on_this_host(rows: list[Instance]) -> dict[int, Instance]:
     """Return the living instances of this machine by their port."""
-    return {row.port: row for row in rows if row.living and row.port and row.hostname == socket.gethostname()}
+    return {row.port: row for row in rows if row.live and row.port and row.hostname == socket.gethostname()}
 
 
 def listen(settings: FleetSettings) -> socket.socket:

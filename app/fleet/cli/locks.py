@@ -17,7 +17,7 @@ from app.fleet.cli.terminal import (
     write_json,
     write_table,
 )
-from app.fleet.cluster import commands
+from app.fleet.cluster import command_audit
 from app.fleet.coordination.locks import admin
 from app.fleet.coordination.locks.admin import LockRecord
 from app.fleet.settings import FleetSettings
@@ -57,8 +57,8 @@ async def find_locks(settings: FleetSettings) -> Sequence[LockRecord]:
 
 async def force_release(settings: FleetSettings, name: str, reason: str) -> LockRecord:
     async with connect_to_change(settings) as (connection, namespace), connection.transaction():
-        await commands.announce(connection, namespace, "release", name)
-        return await admin.force_release(connection, namespace, name, reason=reason, by=commands.operator())
+        await command_audit.notify_leader(connection, namespace, "release", name)
+        return await admin.force_release(connection, namespace, name, reason=reason, by=command_audit.operator())
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from app.fleet.cli.terminal import (
     write_json,
     write_table,
 )
-from app.fleet.cluster import commands
+from app.fleet.cluster import command_audit
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.duration import MAX_AGE, format_duration, parse_duration
@@ -178,7 +178,7 @@ async def find_run(settings: FleetSettings, run: int) -> RunRecord:
 
 async def change_run(settings: FleetSettings, command: str, request: Request, run: int) -> RunRecord:
     async with connect_to_change(settings) as (connection, namespace), connection.transaction():
-        await commands.announce(connection, namespace, command, f"run {run}")
+        await command_audit.notify_leader(connection, namespace, command, f"run {run}")
         return await request(connection, namespace, run)
 
 
@@ -188,7 +188,7 @@ async def retry_runs(
     async with connect_to_change(settings) as (connection, namespace):
         action_id = await admin.id_of(connection, namespace, action)
         count = await records.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
-        await commands.announce(connection, namespace, "runs retry-all", f"{action} {count.many} runs")
+        await command_audit.notify_leader(connection, namespace, "runs retry-all", f"{action} {count.many} runs")
         return count
 
 

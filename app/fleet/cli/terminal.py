@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from app.fleet.cluster.registry import Register, Session
+from app.fleet.cluster.registry import Registry, Session
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace
@@ -47,8 +47,8 @@ def load_settings() -> FleetSettings:
 
 
 @contextlib.contextmanager
-def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Register]]:
-    """Open a session for the register of instances."""
+def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Registry]]:
+    """Open a session for the registry of instances."""
     addresses = dsn.resolve(settings)
     namespace = Namespace(settings.namespace)
     with (
@@ -57,7 +57,7 @@ def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Register]]:
     ):
         if migrations.inspect(session, namespace) is migrations.State.ABSENT:
             raise namespace_absent(namespace, addresses)
-        yield session, Register(namespace)
+        yield session, Registry(namespace)
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ import typer
 
 from app.fleet.cli.follow import follow
 from app.fleet.cli.terminal import AsJson, command_name, connect_to_change, load_settings, write, write_json
-from app.fleet.cluster import commands
+from app.fleet.cluster import command_audit
 from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.action import PRIORITIES, Catalogue
 from app.fleet.engine.actions.admin import ActionRecord
@@ -84,7 +84,7 @@ async def insert_one(settings: FleetSettings, catalogue: Catalogue, order: Order
             raise typer.BadParameter(str(error)) from error
         async with connection.transaction():
             (inserted,) = await insert(connection, namespace, [prepared], "api")
-            await commands.announce(connection, namespace, "trigger", f"{order.action} run {inserted.id}")
+            await command_audit.notify_leader(connection, namespace, "trigger", f"{order.action} run {inserted.id}")
         run = await records.find(connection, namespace, inserted.id)
         return Triggered(run, inserted.new, await admin.find(connection, namespace, catalogue, order.action))
 

@@ -1,1 +1,1 @@
-"""Who is there: the link that proves an instance alive, the registry of all of them, and the leader."""
+"""Cluster membership: the link that proves that an instance is live, the registry of instances, and the leader."""

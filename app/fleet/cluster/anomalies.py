@@ -1,22 +1,21 @@
-"""What should not be, although nothing is broken yet: found by looking, told with what to do.
+"""Anomalies: states that should not occur although nothing has failed yet, each with what to do about it.
 
-    kind                subject        means
-    heartbeat_late      an instance    its session lives, but it has not said so for a while
-    clock_difference    an instance    its machine's clock and PostgreSQL's are apart
-    no_leader           the namespace  living instances, and nobody leads
-    leader_flapping     the namespace  leaders lose their leadership again and again; those that leave in order do not
-                                       count
-    connection_budget   the database   the living could together open more sessions than the server allows
-    lock_held_long      a lock         it has been held for longer than a lock should be (singletons' excepted)
-    two_holders         a lock         somebody was let in while its holder still acted as such: it must never happen
-    run_stuck           a run          its deadline is long over, and nobody has taken it back (`rescuer.py`)
-    once_pending        a scope        keys have been pending for too long, and their owners live (`once.py`)
-    connection_not_returned  an instance  a connection of its pool is out for longer than any transaction should last
+    kind                     subject        meaning
+    heartbeat_late           an instance    its presence lock is held, but its last heartbeat is late
+    clock_difference         an instance    its machine's clock differs from PostgreSQL's
+    no_leader                the namespace  there are live instances and no leader
+    leader_flapping          the namespace  leaders lose their sessions repeatedly; orderly shutdowns do not count
+    connection_budget        the database   all live instances together may open more sessions than the server allows
+    lock_held_long           a lock         it is held for longer than a lock should be (except singletons' locks)
+    two_holders              a lock         a second holder got it while the first still acted as its holder: a bug
+    run_stuck                a run          its deadline passed long ago, and it was not rescued (`rescuer.py`)
+    once_pending             a scope        keys have been pending for too long, and their owners are live (`once.py`)
+    connection_not_returned  an instance    a connection of its pool is borrowed longer than a transaction should take
 
-Each is in `GET /health/instances`, which looks when it is asked. The leader looks now and then by itself: for the log,
-where each is said once when it comes and once when it is over, and for a metric. Each kind has a page in docs/runbook.
+`GET /health/instances` runs all checks and lists what they find. The leader runs them periodically: it logs each
+anomaly once when it appears and once when it is over, and sets a metric. Each kind has a page in docs/runbook.
 
-A check only reads, and takes no part in keeping anything safe. Rooms above add theirs (`Anomalies.add`).
+A check only reads; no safety depends on it. Rooms above add their checks with `Anomalies.add`.
 """
 
 import asyncio
@@ -48,13 +47,13 @@ KINDS = (
     "once_pending",
     "connection_not_returned",
 )
-EVERY = 30.0
-AFTER_DEFECT = 5.0
-LATE_MS = 3000
-APART = 2.0
-# So many terms of leadership in so long that ended although the leader was to go on.
-FLAPS = 5
-FLAPPING = timedelta(minutes=10)
+CHECK_INTERVAL = 30.0
+DEFECT_RETRY_INTERVAL = 5.0
+LATE_HEARTBEAT_MS = 3000
+MAX_CLOCK_DIFFERENCE = 2.0
+# Leadership is flapping if this many terms within this window ended although the leader was not shutting down.
+FLAPPING_TERMS = 5
+FLAPPING_WINDOW = timedelta(minutes=10)
 
 log = events(__name__)
 
@@ -62,8 +61,7 @@ ALLOWED_CONNECTIONS = Statement("""
 SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
 """)
 
-# The terms that ended, but for those that an instance ended itself because it leaves: the last term of one that drains
-# or has left.
+# The terms that ended, except the last term of an instance that is draining or has left: it ended that term itself.
 LOST_TERMS = Statement("""
 SELECT count(*), min(t.began_at), string_agg(DISTINCT t.instance, ', ' ORDER BY t.instance)
 FROM (
@@ -92,12 +90,12 @@ class Anomaly:
     detail: str
 
 
-# Looks with this connection, and is told of the living instances.
+# Runs on the connection; receives the live instances.
 Check = Callable[[Connection, Namespace, Sequence[Instance]], Awaitable[Iterable[Anomaly]]]
 
 
 class Anomalies(Service):
-    """What is looked for in this namespace, and what this instance found last, if it leads."""
+    """All checks of this namespace, and what this instance found last while it was the leader."""
 
     name = "anomalies"
 
@@ -105,7 +103,7 @@ class Anomalies(Service):
         super().__init__()
         self._database = database
         self._member = member
-        self._checks: list[Check] = [of_instances, of_leadership]
+        self._checks: list[Check] = [check_instances, check_leadership]
         self._known: dict[tuple[str, str], Anomaly] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -114,18 +112,18 @@ class Anomalies(Service):
 
     @property
     def counts(self) -> Counter[str]:
-        """How many of each kind there were when this instance looked last; none, if it does not lead."""
+        """Number of anomalies by kind at the last check of this instance; none if it is not the leader."""
         return Counter(kind for kind, _ in self._known)
 
     async def find(self, instances: Sequence[Instance]) -> list[Anomaly]:
-        """Look for everything, now."""
-        living = [instance for instance in instances if instance.living]
+        """Run all checks now."""
+        live = [instance for instance in instances if instance.live]
         async with self._database.autocommit() as connection:
-            found = [await check(connection, self._database.namespace, living) for check in self._checks]
+            found = [await check(connection, self._database.namespace, live) for check in self._checks]
         return [anomaly for each in found for anomaly in each]
 
-    async def look(self) -> None:
-        """Look, and say what is new and what is over."""
+    async def find_and_log(self) -> None:
+        """Run all checks; log what is new and what is over."""
         found = {(each.kind, each.subject): each for each in await self.find(await self._member.instances())}
         for key, anomaly in found.items():
             if key not in self._known:
@@ -135,110 +133,110 @@ class Anomalies(Service):
         self._known = found
 
     async def _start(self) -> None:
-        self._task = asyncio.create_task(self._look_for_ever(), name="anomalies")
+        self._task = asyncio.create_task(self._check_periodically(), name="anomalies")
 
     async def _stop(self) -> None:
         await cancel_and_wait(self._task)
 
-    async def _look_for_ever(self) -> None:
+    async def _check_periodically(self) -> None:
         while True:
-            await asyncio.sleep(EVERY * random.uniform(0.75, 1.25))
+            await asyncio.sleep(CHECK_INTERVAL * random.uniform(0.75, 1.25))
             try:
                 if self._member.leading:
-                    await self.look()
+                    await self.find_and_log()
                 else:
                     self._known = {}
             except (psycopg.Error, DatabaseError) as error:
                 log.debug("anomalies.failed", reason=" ".join(str(error).split()))
-            except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+            except Exception as error:  # noqa: BLE001 — a defect in a check must not end this task
                 log.error("cluster.defect", error=error, service="anomalies")
-                await asyncio.sleep(AFTER_DEFECT)
+                await asyncio.sleep(DEFECT_RETRY_INTERVAL)
 
 
 # -- the checks of this room ------------------------------------------------------------------------------------------
 
 
-async def of_instances(connection: Connection, _: Namespace, living: Sequence[Instance]) -> Iterable[Anomaly]:
+async def check_instances(connection: Connection, _: Namespace, live: Sequence[Instance]) -> Iterable[Anomaly]:
     row = await (await connection.execute(ALLOWED_CONNECTIONS)).fetchone()
     assert row is not None
-    return [*late(living), *apart(living), *over_budget(living, int(row[0])), *not_returned(living)]
+    return [*late_heartbeats(live), *clock_differences(live), *over_budget(live, int(row[0])), *not_returned(live)]
 
 
-async def of_leadership(connection: Connection, namespace: Namespace, living: Sequence[Instance]) -> Iterable[Anomaly]:
-    row = await (await connection.execute(namespace.sql(LOST_TERMS), {"within": FLAPPING})).fetchone()
+async def check_leadership(connection: Connection, namespace: Namespace, live: Sequence[Instance]) -> Iterable[Anomaly]:
+    row = await (await connection.execute(namespace.sql(LOST_TERMS), {"within": FLAPPING_WINDOW})).fetchone()
     assert row is not None
-    return [*leaderless(namespace.name, living), *flapping(namespace.name, *row)]
+    return [*no_leader(namespace.name, live), *flapping(namespace.name, *row)]
 
 
-def apart(living: Sequence[Instance]) -> Iterator[Anomaly]:
-    for instance in living:
-        if instance.clock_ahead is not None and abs(instance.clock_ahead) > APART:
-            way = "ahead of" if instance.clock_ahead > 0 else "behind"
+def clock_differences(live: Sequence[Instance]) -> Iterator[Anomaly]:
+    for instance in live:
+        if instance.clock_ahead is not None and abs(instance.clock_ahead) > MAX_CLOCK_DIFFERENCE:
+            direction = "ahead of" if instance.clock_ahead > 0 else "behind"
             yield Anomaly(
                 "clock_difference",
                 instance.name,
                 instance.started_at,
-                f"the clock of {instance.hostname} is {abs(instance.clock_ahead):.1f} s {way} PostgreSQL's: the fleet "
-                f"goes by PostgreSQL's alone, but logs, certificates and your own code may not; look at its time "
-                f"synchronisation",
+                f"the clock of {instance.hostname} is {abs(instance.clock_ahead):.1f} s {direction} PostgreSQL's: "
+                f"Flotilla uses only PostgreSQL's clock, but logs, certificates and your own code may not; "
+                f"check its time synchronisation",
             )
 
 
 def flapping(namespace: str, terms: int, since: datetime, names: str) -> Iterator[Anomaly]:
-    if terms >= FLAPS:
+    if terms >= FLAPPING_TERMS:
         yield Anomaly(
             "leader_flapping",
             namespace,
             since,
-            f"{terms} terms of leadership within {FLAPPING.total_seconds() / 60:.0f} minutes ended although their "
-            f"leader was not leaving ({names}): sessions end again and again; see why in these instances' logs",
+            f"{terms} terms of leadership within {FLAPPING_WINDOW.total_seconds() / 60:.0f} minutes ended although "
+            f"their leader was not shutting down ({names}): its session ended; see these instances' logs",
         )
 
 
-def late(living: Sequence[Instance]) -> Iterator[Anomaly]:
-    for instance in living:
-        if instance.heartbeat_age_ms > LATE_MS:
+def late_heartbeats(live: Sequence[Instance]) -> Iterator[Anomaly]:
+    for instance in live:
+        if instance.heartbeat_age_ms > LATE_HEARTBEAT_MS:
             yield Anomaly(
                 "heartbeat_late",
                 instance.name,
                 instance.heartbeat_at,
-                f"its last heartbeat is {instance.heartbeat_age_ms} ms old, and it should beat every second: it is "
-                f"frozen, cut off, or starved of CPU; the server ends its session after 5 s of silence",
+                f"its last heartbeat is {instance.heartbeat_age_ms} ms old, and it should send one every second: it is "
+                f"frozen, cut off, or lacks CPU time; the server ends its session after 5 s of silence",
             )
 
 
-def leaderless(namespace: str, living: Sequence[Instance]) -> Iterator[Anomaly]:
-    candidates = [instance for instance in living if instance.state != "draining"]
-    if candidates and not any(instance.leader for instance in living):
+def no_leader(namespace: str, live: Sequence[Instance]) -> Iterator[Anomaly]:
+    candidates = [instance for instance in live if instance.state != "draining"]
+    if candidates and not any(instance.leader for instance in live):
         yield Anomaly(
             "no_leader",
             namespace,
             max(instance.heartbeat_at for instance in candidates),
-            "nobody leads, so the dead are not declared gone; normal for a moment after a restart of the database, "
-            "otherwise look for what holds the lock on the view leader_turn in pg_locks",
+            "there is no leader, so no instance is declared gone; this is normal for a moment after a restart of the "
+            "database, otherwise find the session that holds the lock on the view leader_turn in pg_locks",
         )
 
 
-def over_budget(living: Sequence[Instance], allowed: int) -> Iterator[Anomaly]:
-    wanted = sum(instance.connections for instance in living)
-    if wanted > allowed:
+def over_budget(live: Sequence[Instance], allowed: int) -> Iterator[Anomaly]:
+    needed = sum(instance.connections for instance in live)
+    if needed > allowed:
         yield Anomaly(
             "connection_budget",
             "max_connections",
-            max(instance.started_at for instance in living),
-            f"{len(living)} living instances may open {wanted} sessions, and the server allows {allowed}: lower "
+            max(instance.started_at for instance in live),
+            f"{len(live)} live instances may open {needed} sessions, and the server allows {allowed}: lower "
             f"FLOTILLA_POOL_MAX, run fewer instances, raise max_connections, or put a pooler in front of DATABASE_URL",
         )
 
 
-def not_returned(living: Sequence[Instance]) -> Iterator[Anomaly]:
-    for instance in living:
+def not_returned(live: Sequence[Instance]) -> Iterator[Anomaly]:
+    for instance in live:
         if (seconds := instance.connection_out_seconds) is not None:
             yield Anomaly(
                 "connection_not_returned",
                 instance.name,
                 instance.heartbeat_at - timedelta(seconds=seconds),
-                f"a connection of its pool has been out for {seconds:.0f} s, longer than any transaction should last: "
-                f"code that holds a session open, or a connection that is never given back; when all are out, this "
-                f"instance answers 503",
+                f"a connection of its pool has been borrowed for {seconds:.0f} s, longer than a transaction should "
+                f"take: either code holds a session open, or a connection is never returned; when all connections are "
+                f"borrowed, this instance answers 503",
             )

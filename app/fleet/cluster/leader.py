@@ -1,34 +1,36 @@
-"""Leadership: one instance does the cluster's housekeeping, and a killed one is replaced at once.
+"""Leadership: one instance does the cluster's housekeeping, and it is replaced at once when its session ends.
 
-Every instance keeps one session in a queue for the lock on the view `leader_turn`. Whoever holds it leads; PostgreSQL
-hands it on within milliseconds of the holder's session ending, whether by death, by drain, or because the server ended
-a frozen one's lease. Nobody polls, and a follower's session costs no statement at all.
+Every instance keeps one session in the queue for the lock on the view `leader_turn`. The holder of the lock is the
+leader. PostgreSQL grants the lock to the next session within milliseconds of the end of the holder's session, whether
+the process ended, the instance drained, or the server ended a frozen instance's lease. No instance polls, and a
+follower's session executes no statement while it waits.
 
-Why a table lock and not `pg_advisory_lock`: a session blocked in a SELECT holds a snapshot for as long as it waits,
-which is for ever here, and nothing in the whole database could be vacuumed past it nor any index be built
-CONCURRENTLY. `LOCK TABLE` is a utility statement and takes none, provided the catalog cache knows the view already;
-`WARM_UP` sees to that, and a test holds it. The price: the leader's session shows as "idle in transaction" for its
-whole term. It has no snapshot and no transaction id, so it holds up nothing (docs/decisions/0003).
+Why a table lock and not `pg_advisory_lock`: a session that is blocked in a SELECT holds a snapshot for as long as it
+waits, which is without end here. Vacuum could not remove newer dead rows anywhere in the database, and no index could
+be built CONCURRENTLY. `LOCK TABLE` is a utility statement and takes no snapshot, provided that the catalog cache
+already contains the view; `WARM_UP` makes sure of that, and a test holds it. The price: the leader's session is shown
+as "idle in transaction" for its whole term. It has no snapshot and no transaction id, so it blocks nothing
+(docs/decisions/0003).
 
-What the leader does, several times a second and in one statement for all: it looks for living rows whose presence lock
-is free. The look is also what keeps its own lease. One that stays free is declared gone:
+Several times a second the leader runs one statement that finds all live rows whose presence lock is free. The same
+statement renews the lease of the leader's session. It declares an instance gone whose lock stays free:
 
-    the lock was taken                              declared after
-    on this very server                             GRACE: a terminated backend is linked again before that
-    on another one (restart, failover), or our      RELINK_GRACE: every lock was free at once, and the others
-      own link was broken as well a moment ago      need time to take theirs again
+    the presence lock was taken                      declared gone after
+    on the present server                            GRACE: a link whose backend was terminated reconnects before that
+    on another server (restart, failover), or this   RELINK_GRACE: all locks were free at once, and the other
+      instance's own link has just reconnected       instances need time to reconnect
 
-Leadership is never what makes something safe. Two leaders, were there ever two, would do the same work twice, and each
-verdict is guarded by the presence lock of the one it is about (`registry.py`).
+No safety depends on leadership. If there were two leaders, they would do the same work twice, and each `declare_gone`
+is guarded by the presence lock of the instance it is about (`registry.py`).
 
-What the leader writes, it writes on a second session, because the queue's session is inside a transaction that never
-commits. It keeps that session for its whole term, so that it can declare an instance gone when the server has no
-connection to spare. What a death leaves over (`Register.clean_up`) is done a batch at a time between two looks.
+The leader writes on a second session, because the queue's session is inside a transaction that never commits. It keeps
+that session for its whole term, so that it can declare an instance gone when the server has no free connection. The
+rows that a gone instance leaves (`Registry.clean_up`) are processed in batches between two checks.
 
-`leading` is false before the server may let the next leader in: from the call of `step_down` on, and `PATIENCE` after
-the last look that was answered was sent.
+`leading` becomes false before the server can grant the lock to another instance: when `step_down` is called, and
+`PATIENCE` after the last answered check was sent.
 
-What it does not promise: that an instance leads. While the database is away, none does.
+Not guaranteed: that there is a leader. While the database is unavailable, there is none.
 """
 
 import threading
@@ -39,16 +41,16 @@ from functools import partial
 import psycopg
 
 from app.fleet.cluster.link import Link, clock
-from app.fleet.cluster.registry import GRACE, RELINK_GRACE, Identity, Register, Session
+from app.fleet.cluster.registry import GRACE, RELINK_GRACE, Identity, Registry, Session
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.db.namespace import Statement
 from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.redaction import redact
 
-LOOK = 0.135
-PRUNE_EVERY = 60.0
-RETRY = 0.1
-RETRY_AFTER_DEFECT = 1.0
+CHECK_INTERVAL = 0.135
+PRUNE_INTERVAL = 60.0
+RETRY_INTERVAL = 0.1
+DEFECT_RETRY_INTERVAL = 1.0
 
 log = events(__name__)
 
@@ -60,40 +62,40 @@ WAIT_FOR_TURN = Statement("LOCK TABLE {schema}.leader_turn IN EXCLUSIVE MODE")
 
 
 class Leader:
-    """This instance's place in the queue, and what it does when its turn comes. Runs in a thread of its own."""
+    """This instance's session in the queue, and its work while it is the leader. It runs in its own thread."""
 
     def __init__(
-        self, address: str, register: Register, link: Link, on_elected: Callable[[], None] = lambda: None
+        self, address: str, registry: Registry, link: Link, on_elected: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_elected` is called in the leader's thread, at the beginning of each term."""
+        """`on_elected` is called in the leader's thread at the beginning of each term."""
         self.terms = 0
-        self.looks = 0
+        self.checks = 0
         self._address = address
-        self._register = register
+        self._registry = registry
         self._link = link
         self._on_elected = on_elected
         self._leading = False
         self._trusted_until = 0.0
-        self._may_lead = True
+        self._allowed = True
         self._stopping = threading.Event()
         self._session: DirectSession | None = None
         self._writer: DirectSession | None = None
         self._free_since: dict[int, float] = {}
-        # Declared gone in this term, and not cleaned up after yet.
-        self._unfinished: deque[int] = deque()
+        # Instances that were declared gone in this term and whose remaining rows are not all processed.
+        self._to_clean_up: deque[int] = deque()
         self._pruned_at = clock()
         self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
 
     @property
     def leading(self) -> bool:
-        """Whether this instance leads, by its own clock: false before another one may."""
+        """Whether this instance is the leader, by its own clock: false before another instance can be."""
         return self._leading and not self._stopping.is_set() and clock() < self._trusted_until
 
     def start(self) -> None:
         self._thread.start()
 
     def step_down(self) -> None:
-        """Leave the queue, from any thread; the next in it leads within milliseconds."""
+        """Leave the queue; callable from any thread. The next instance leads within milliseconds."""
         self._stopping.set()
         if session := self._session:
             session.hang_up()
@@ -108,7 +110,7 @@ class Leader:
         while not self._stopping.is_set():
             identity = self._link.identity
             if identity is None or not self._link.holds():
-                self._stopping.wait(RETRY)
+                self._stopping.wait(RETRY_INTERVAL)
                 continue
             try:
                 application = self._application(f"turn/{identity.name}")
@@ -119,102 +121,102 @@ class Leader:
             except (psycopg.Error, OSError) as error:
                 if not self._stopping.is_set():
                     log.debug("leader.session_lost", reason=redact(" ".join(str(error).split())))
-                    self._stopping.wait(RETRY)
-            except Exception as error:  # noqa: BLE001 — whatever a room above does in a death, somebody must lead
+                    self._stopping.wait(RETRY_INTERVAL)
+            except Exception as error:  # noqa: BLE001 — a defect in a hook must not end this thread
                 log.error("leader.failed", error=error)
-                self._stopping.wait(RETRY_AFTER_DEFECT)
+                self._stopping.wait(DEFECT_RETRY_INTERVAL)
             finally:
                 self._session = None
-                self._change(False)
+                self._set_leading(False)
 
     def _wait_for_turn(self, session: DirectSession, identity: Identity) -> bool:
-        if session.execute(self._register.namespace.sql(ENTER_QUEUE), {"id": identity.id}).rowcount != 1:
+        if session.execute(self._registry.namespace.sql(ENTER_QUEUE), {"id": identity.id}).rowcount != 1:
             return False
-        if session.execute(self._register.namespace.sql(WARM_UP)).fetchone() == (True,):
-            self._may_lead = True
-        elif self._may_lead:
-            self._may_lead = False
-            log.error("leader.not_allowed", missing=f"UPDATE on {self._register.namespace.schema}.leader_turn")
+        if session.execute(self._registry.namespace.sql(WARM_UP)).fetchone() == (True,):
+            self._allowed = True
+        elif self._allowed:
+            self._allowed = False
+            log.error("leader.not_allowed", missing=f"UPDATE on {self._registry.namespace.schema}.leader_turn")
         session.execute("BEGIN")
         session.patience = None
         if self._stopping.is_set():
             return False
-        session.execute(self._register.namespace.sql(WAIT_FOR_TURN))
+        session.execute(self._registry.namespace.sql(WAIT_FOR_TURN))
         session.patience = PATIENCE
         return True
 
     def _lead(self, session: DirectSession, identity: Identity) -> None:
         self.terms += 1
         self._free_since.clear()
-        self._unfinished.clear()
+        self._to_clean_up.clear()
         try:
-            # Before the term begins: an instance that was frozen while it waited finds out here that it lost its turn.
-            self._look(session)
-            self._change(True)
-            self._write_down_term(identity)
+            # Before the term begins: if this instance was frozen in the queue, its session has ended and this fails.
+            self._check(session)
+            self._set_leading(True)
+            self._record_term(identity)
             while not self._stopping.is_set() and self._link.identity == identity:
-                self._look(session)
+                self._check(session)
                 self._clean_up()
-                if clock() - self._pruned_at > PRUNE_EVERY:
+                if clock() - self._pruned_at > PRUNE_INTERVAL:
                     self._pruned_at = clock()
-                    self._write(self._register.prune)
-                self._stopping.wait(0 if self._unfinished else self._until_next_look())
+                    self._with_writer(self._registry.prune)
+                self._stopping.wait(0 if self._to_clean_up else self._next_check_in())
         finally:
-            # Before the queue's session ends, which lets the next one in.
-            self._change(False)
+            # Before the queue's session ends and PostgreSQL grants the lock to the next instance.
+            self._set_leading(False)
             self._close_writer()
 
-    def _write_down_term(self, identity: Identity) -> None:
-        """For people, who want to know who led when; leading does not depend on it."""
+    def _record_term(self, identity: Identity) -> None:
+        """Record the term for operators. Leadership does not depend on it."""
         try:
-            self._write(partial(self._register.begin_term, identity))
+            self._with_writer(partial(self._registry.record_term, identity))
         except psycopg.Error as error:
             log.debug("leader.term_unwritten", reason=redact(" ".join(str(error).split())))
 
-    def _look(self, session: Session) -> None:
-        """See whose presence lock is free, and declare those gone that had their time."""
-        self.looks += 1
+    def _check(self, session: Session) -> None:
+        """Find the live rows whose presence lock is free, and declare those gone whose grace is over."""
+        self.checks += 1
         now = clock()
-        silent = self._register.silent(session)
+        unlinked = self._registry.unlinked(session)
         self._trusted_until = now + PATIENCE
-        self._free_since = {identifier: self._free_since.get(identifier, now) for identifier in silent}
-        due = [i for i, since in self._free_since.items() if now - since >= self._grace(silent[i], now)]
+        self._free_since = {identifier: self._free_since.get(identifier, now) for identifier in unlinked}
+        due = [i for i, since in self._free_since.items() if now - since >= self._grace(unlinked[i], now)]
         for identifier in due:
-            self._write(partial(self._declare, identifier))
+            self._with_writer(partial(self._declare, identifier))
 
     def _grace(self, same_server: bool, now: float) -> float:
         relinked_at = self._link.relinked_at
-        shaken = not same_server or (relinked_at is not None and now - relinked_at < RELINK_GRACE)
-        return RELINK_GRACE if shaken else GRACE
+        all_relinking = not same_server or (relinked_at is not None and now - relinked_at < RELINK_GRACE)
+        return RELINK_GRACE if all_relinking else GRACE
 
-    def _until_next_look(self) -> float:
-        """The usual time, or less if someone's grace ends before that."""
+    def _next_check_in(self) -> float:
+        """Return the usual interval, or less if a grace ends before that."""
         now = clock()
         ends = [since + GRACE - now for since in self._free_since.values()]
-        return max(0.01, min([LOOK, *(end for end in ends if end > 0)]))
+        return max(0.01, min([CHECK_INTERVAL, *(end for end in ends if end > 0)]))
 
     def _declare(self, identifier: int, session: Session) -> None:
-        name = self._register.declare_gone(session, identifier, "its session ended")
+        name = self._registry.declare_gone(session, identifier, "its session ended")
         if name is not None:
             log.warning("instance.gone", id=identifier, name=name, reason="its session ended")
-            self._unfinished.append(identifier)
+            self._to_clean_up.append(identifier)
 
     def _clean_up(self) -> None:
-        """Do one batch of what a death left over. If this term ends first, periodic checks find the rest."""
-        if self._unfinished:
-            self._write(partial(self._clean_up_after, self._unfinished[0]))
+        """Process one batch of the rows that a gone instance left."""
+        if self._to_clean_up:
+            self._with_writer(partial(self._clean_up_instance, self._to_clean_up[0]))
 
-    def _clean_up_after(self, identifier: int, session: Session) -> None:
-        if not self._register.clean_up(session, identifier):
-            self._unfinished.popleft()
+    def _clean_up_instance(self, identifier: int, session: Session) -> None:
+        if not self._registry.clean_up(session, identifier):
+            self._to_clean_up.popleft()
 
-    def _write(self, work: Callable[[Session], object]) -> None:
-        """Do something that commits, on a second session. Without one, leave it to a later call."""
+    def _with_writer(self, work: Callable[[Session], object]) -> None:
+        """Call `work` with the second session, on which it may commit. Skip it if there is no such session."""
         if self._writer is None or self._writer.closed:
             try:
                 self._writer = self._open_writer()
             except (psycopg.Error, OSError) as error:
-                # No reason to end the term: the place in the queue is a session that could not be had again either.
+                # Do not end the term: the server may not have a connection for a new queue session either.
                 log.debug("leader.cannot_write", reason=redact(" ".join(str(error).split())))
                 return
         try:
@@ -225,7 +227,7 @@ class Leader:
 
     def _open_writer(self) -> DirectSession:
         writer = open_session(self._address, application=self._application("leader"))
-        # It may be idle for a whole term; within a transaction, the lease holds.
+        # It may be idle for a whole term. Inside a transaction the lease still applies.
         writer.execute("SET idle_session_timeout = 0")
         return writer
 
@@ -234,7 +236,7 @@ class Leader:
         if writer is not None:
             writer.close()
 
-    def _change(self, leading: bool) -> None:
+    def _set_leading(self, leading: bool) -> None:
         if leading != self._leading:
             self._leading = leading
             if leading:
@@ -244,4 +246,4 @@ class Leader:
                 log.info("leader.ended", reason="stepped down" if self._stopping.is_set() else "session lost")
 
     def _application(self, role: str) -> str:
-        return f"flotilla/{self._register.namespace.name}/{role}"
+        return f"flotilla/{self._registry.namespace.name}/{role}"

@@ -1,22 +1,22 @@
-"""The link: this instance's one dedicated session, whose life is the instance's life.
+"""The link: this instance's one dedicated session, which holds its presence lock.
 
-It runs in a thread with a synchronous connection, so that a handler that blocks the event loop does not look dead.
-Once a second it beats; between two beats it waits for notifications. What it guarantees:
+It runs in a thread with a synchronous connection, so that a handler that blocks the event loop does not stop it. It
+writes a heartbeat once a second and waits for notifications in between. Guarantees:
 
-- While `holds()` is true, PostgreSQL holds this instance's presence lock, and nobody may declare it gone. It turns
-  false by the clock alone, `PATIENCE` after the last beat that was answered *was sent*, and the server's `LEASE` is
-  twice as long: an instance that is frozen or cut off stops acting before the server lets go of it.
-- An identity that was declared gone is never used again. Whatever was held under it is dropped first (`on_lost`), and
-  only then does the instance join again, under a new id.
+- While `holds()` is true, PostgreSQL holds this instance's presence lock, and no leader may declare it gone. It becomes
+  false by the local clock alone, `PATIENCE` after the last answered heartbeat *was sent*. The server's `LEASE` is twice
+  as long: an instance that is frozen or cut off stops acting before the server releases its lock.
+- An identity that was declared gone is never used again. The instance first drops everything it held under it
+  (`on_identity_lost`) and only then joins again, with a new id.
 
-    the link                         the instance
-    breaks                           stops claiming (`on_broken`), tries at once to take it up again
-    is up again, row still living    goes on, same id; nothing was lost
-    is up again, row gone            drops everything, joins anew
-    cannot be opened                 tries for ever, four times a second, holding nothing
-    joins anew, name taken by now    drains and leaves (`on_refused`): two instances of one name are worse than none
+    the link                             the instance
+    breaks                               stops claiming (`on_broken`) and reconnects at once
+    is up again, row still live          continues with the same id; nothing was lost
+    is up again, row gone                drops everything, joins again
+    cannot be opened                     retries four times a second without end, and holds nothing
+    joins again, its name is now taken   drains and leaves (`on_refused`): no two instances of one name
 
-Notifications only make things quick. The heartbeat's answer carries what a lost one would have said.
+Notifications only save time. What a lost one would have requested is in the answer to the next heartbeat.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from typing import Any
 
 import psycopg
 
-from app.fleet.cluster.registry import Identity, Register, Registration, Session
+from app.fleet.cluster.registry import Identity, Registration, Registry, Session
 from app.fleet.db import preflight
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.db.namespace import Statement
@@ -42,46 +42,53 @@ from app.fleet.telemetry.redaction import redact
 
 LISTEN = Statement('LISTEN "{channel}"')
 
-BEAT = 1.0
-RETRY = 0.05
-RETRY_MOST = 0.25
-DROP_PATIENCE = 5.0
+HEARTBEAT_INTERVAL = 1.0
+RETRY_INTERVAL = 0.05
+MAX_RETRY_INTERVAL = 0.25
+DROP_TIMEOUT = 5.0
 
 log = events(__name__)
 
 
 def clock() -> float:
-    """Seconds that also pass while the machine sleeps, which CLOCK_MONOTONIC's do not."""
+    """Return seconds of a clock that also runs while the machine sleeps, unlike CLOCK_MONOTONIC."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def nothing(*_: Any) -> None:
+def ignore(*_: Any) -> None:
     """Do nothing: the default of every callback."""
 
 
 @dataclass
 class Callbacks:
-    """What the link tells. All are called in its thread and must not block, `on_lost` excepted: it drops everything."""
+    """Called in the link's thread; they must not block, except `on_identity_lost`, which waits for what it drops."""
 
-    on_joined: Callable[[Identity], None] = nothing
-    on_broken: Callable[[str], None] = nothing
-    on_lost: Callable[[Identity], None] = nothing
-    on_drain_requested: Callable[[str], None] = nothing
-    on_refused: Callable[[FleetError], None] = nothing
-    on_linked: Callable[[], None] = nothing
-    on_notification: Callable[[str], None] = nothing
-    # After an answered heartbeat, with the session: for what must be renewed as often. It may ask, and must be quick.
-    on_beat: Callable[[Session, Identity], None] = nothing
+    on_joined: Callable[[Identity], None] = ignore
+    on_broken: Callable[[str], None] = ignore
+    on_identity_lost: Callable[[Identity], None] = ignore
+    on_drain_requested: Callable[[str], None] = ignore
+    on_refused: Callable[[FleetError], None] = ignore
+    on_linked: Callable[[], None] = ignore
+    on_notification: Callable[[str], None] = ignore
+    # After an answered heartbeat, with the session, for what must be renewed as often. It may run a short statement.
+    on_heartbeat: Callable[[Session, Identity], None] = ignore
 
 
 @dataclass
-class Figures:
+class LinkStats:
     """Counts for the metrics."""
 
     breaks: int = 0
     relinks: int = 0
     identities_lost: int = 0
-    last_beat_seconds: float = 0.0
+    last_heartbeat_seconds: float = 0.0
+
+
+@dataclass
+class LeaveRequest:
+    reason: str
+    shutdown: list[dict[str, Any]] = field(default_factory=list)
+    recorded: bool = False
 
 
 class Link:
@@ -90,31 +97,32 @@ class Link:
     def __init__(
         self,
         address: str,
-        register: Register,
-        wanted: Registration,
+        registry: Registry,
+        registration: Registration,
         callbacks: Callbacks,
         running: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`running` counts what runs here, for the register; called in the link's thread."""
-        self.figures = Figures()
+        """`running` returns the number of runs here, for the registry; it is called in the link's thread."""
+        self.stats = LinkStats()
         self.relinked_at: float | None = None
         self._address = address
-        self._register = register
-        self._wanted = wanted
-        self._tell = callbacks
+        self._registry = registry
+        self._registration = registration
+        self._callbacks = callbacks
         self._running = running
         self._state = "starting"
-        self._saying: deque[Future[None]] = deque()
+        # One for each `announce` whose state the registry does not have yet.
+        self._announcements: deque[Future[None]] = deque()
         self._identity: Identity | None = None
         self._backend_pid = 0
-        self._mark: int | None = None
+        self._marker: int | None = None
         self._trusted_until = 0.0
-        self._ahead: float | None = None
-        self._drain_told = False
-        self._farewell: Farewell | None = None
+        self._clock_ahead: float | None = None
+        self._drain_reported = False
+        self._leave_request: LeaveRequest | None = None
         self._joined: Future[Identity] = Future()
-        self._waker, self._wake = os.pipe()
-        os.set_blocking(self._waker, False)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     @property
@@ -122,35 +130,35 @@ class Link:
         return self._identity
 
     @property
-    def mark(self) -> int | None:
-        """The number of an advisory lock that only the link's present session has; None while there is none."""
-        return self._mark if self.holds() else None
+    def marker(self) -> int | None:
+        """The key of an advisory lock that only the present session holds (`preflight`); None while there is none."""
+        return self._marker if self.holds() else None
 
     def holds(self) -> bool:
         """Whether this instance may act as holder of anything right now."""
         return self._identity is not None and clock() < self._trusted_until
 
     def join(self) -> Identity:
-        """Start the thread and wait until the instance is in the register, or was refused."""
+        """Start the thread and wait until the instance is in the registry, or was refused."""
         self._thread.start()
         return self._joined.result()
 
-    def say(self, state: str) -> Future[None]:
-        """Say at once what state this instance is in. The answer comes when the register has it."""
-        said: Future[None] = Future()
+    def announce(self, state: str) -> Future[None]:
+        """Write this instance's state to the registry at once; the future is done when it is written."""
+        announced: Future[None] = Future()
         self._state = state
-        self._saying.append(said)
-        self._poke()
-        return said
+        self._announcements.append(announced)
+        self._wake()
+        return announced
 
     def leave(self, reason: str, shutdown: list[dict[str, Any]], timeout: float) -> bool:
-        """Mark the row gone, let the presence lock go, end the thread. False if it could not be said in time."""
+        """Mark the row gone, release the presence lock, end the thread; return false if the row was not written."""
         if not self._thread.is_alive():
             return False
-        self._farewell = farewell = Farewell(reason, shutdown)
-        self._poke()
+        self._leave_request = request = LeaveRequest(reason, shutdown)
+        self._wake()
         self._thread.join(timeout)
-        return farewell.said
+        return request.recorded
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -160,184 +168,177 @@ class Link:
         except FleetError as error:
             self._refused(error)
         except Exception as error:
-            # A defect of ours. Without its link an instance must not stay; it leaves in order.
+            # A defect in the link. An instance must not run without its link, so it shuts down in order.
             self._refused(FleetError(f"the link failed: {error!r}"))
             raise
 
     def _stay_linked(self) -> None:
-        wait = RETRY
+        interval = RETRY_INTERVAL
         while True:
             try:
                 with open_session(self._address, application=self._application(), lease=LEASE) as session:
-                    session.add_notify_handler(self._overhear)
+                    session.add_notify_handler(self._on_notify)
                     self._attach(session)
-                    wait = RETRY
-                    self._live(session)
+                    interval = RETRY_INTERVAL
+                    self._beat_until_leave(session)
                     return
             except (psycopg.Error, OSError) as error:
                 if not self._joined.done():
                     self._joined.set_exception(error)
                     return
                 self._broken(error)
-                if self._farewell is not None:
+                if self._leave_request is not None:
                     return
-                self._wait(wait)
-                wait = min(wait * 1.5, RETRY_MOST)
+                self._wait(interval)
+                interval = min(interval * 1.5, MAX_RETRY_INTERVAL)
 
     def _attach(self, session: DirectSession) -> None:
-        """Become somebody on this session: who we were, if that still stands; otherwise somebody new."""
-        session.execute(self._register.namespace.sql(LISTEN))
+        """Resume the identity on this session if its row is still live; otherwise join with a new one."""
+        session.execute(self._registry.namespace.sql(LISTEN))
         sent = clock()
         if self._identity is not None and not self._resume(session, self._identity):
             self._drop(self._identity)
             session.execute("SELECT pg_advisory_unlock_all()")
             sent = clock()
-        if self._identity is None and self._farewell is None:
-            self._identity = self._register.join(session, self._wanted, self._state)
-            self._drain_told = False
+        if self._identity is None and self._leave_request is None:
+            self._identity = self._registry.join(session, self._registration, self._state)
+            self._drain_reported = False
             log.info("instance.joined", id=self._identity.id, name=self._identity.name)
-            self._tell.on_joined(self._identity)
+            self._callbacks.on_joined(self._identity)
         if self._identity is not None:
-            # So that pg_stat_activity says whose session it is.
+            # pg_stat_activity then shows the instance's name.
             session.execute("SELECT set_config('application_name', %s, false)", [self._application(self._identity)])
-        mark = preflight.new_mark()
-        session.execute(preflight.TAKE_MARK, [mark])
-        self._mark = mark
+        marker = preflight.new_marker()
+        session.execute(preflight.TAKE_MARKER, [marker])
+        self._marker = marker
         self._backend_pid = session.info.backend_pid
         self._trusted_until = sent + PATIENCE
         if not self._joined.done() and self._identity is not None:
             self._joined.set_result(self._identity)
-        self._tell.on_linked()
+        self._callbacks.on_linked()
 
     def _resume(self, session: DirectSession, identity: Identity) -> bool:
-        """Take the presence lock and the row up again. The lock first, so that no verdict can fall in between."""
+        """Take the presence lock, then the row. In this order, no leader can declare the instance gone in between."""
         deadline = clock() + LEASE + 1
-        while not self._register.take_presence(session, identity.id):
-            # Our own former session, whose end the server has not noticed yet; or a verdict being written right now.
-            self._register.end_former_session(session, identity.id, self._backend_pid)
+        while not self._registry.take_presence_lock(session, identity.id):
+            # The holder is our former session, whose end the server has not noticed, or a leader's `declare_gone`.
+            self._registry.end_former_session(session, identity.id, self._backend_pid)
             if clock() > deadline:
-                raise psycopg.OperationalError("the presence lock stays taken by a former session")
+                raise psycopg.OperationalError("a former session still holds the presence lock")
             time.sleep(0.02)
-        if not self._register.relink(session, identity):
+        if not self._registry.relink(session, identity):
             return False
-        self.figures.relinks += 1
+        self.stats.relinks += 1
         self.relinked_at = clock()
         log.info("link.up", id=identity.id)
         return True
 
-    def _live(self, session: DirectSession) -> None:
-        """Beat and listen until told to leave."""
-        while self._farewell is None:
-            self._beat(session)
-            self._listen(session, until=clock() + BEAT)
+    def _beat_until_leave(self, session: DirectSession) -> None:
+        while self._leave_request is None:
+            self._heartbeat(session)
+            self._listen(session, until=clock() + HEARTBEAT_INTERVAL)
         identity = self._identity
         if identity is not None:
-            self._register.leave(session, identity.id, self._farewell.reason, self._farewell.shutdown)
+            self._registry.leave(session, identity.id, self._leave_request.reason, self._leave_request.shutdown)
             self._trusted_until = 0.0
-            self._farewell.said = True
+            self._leave_request.recorded = True
 
-    def _beat(self, session: DirectSession) -> None:
+    def _heartbeat(self, session: DirectSession) -> None:
         assert self._identity is not None
-        sent, saying = clock(), len(self._saying)
+        # The heartbeat answers only announcements whose state it can have sent.
+        sent, announcements = clock(), len(self._announcements)
         before = time.time()
-        answer = self._register.beat(session, self._identity, self._state, self._running(), self._ahead)
-        if answer is None:
+        reply = self._registry.heartbeat(session, self._identity, self._state, self._running(), self._clock_ahead)
+        if reply is None:
             raise psycopg.OperationalError("this instance was declared gone")
         self._trusted_until = sent + PATIENCE
-        self.figures.last_beat_seconds = clock() - sent
-        # Of the middle between question and answer; said with the next heartbeat, for people to read.
-        self._ahead = (before + time.time()) / 2 - answer.now.timestamp()
-        for _ in range(saying):
-            said = self._saying.popleft()
-            # False for one whose waiter has given up: it was said all the same.
-            if said.set_running_or_notify_cancel():
-                said.set_result(None)
-        if answer.asked_to_leave and not self._drain_told:
-            self._drain_told = True
-            log.info("instance.asked_to_leave", reason=answer.reason)
-            self._tell.on_drain_requested(answer.reason or "requested")
-        self._tell.on_beat(session, self._identity)
+        self.stats.last_heartbeat_seconds = clock() - sent
+        # Measured at the middle of the round trip and written with the next heartbeat, for operators.
+        self._clock_ahead = (before + time.time()) / 2 - reply.now.timestamp()
+        for _ in range(announcements):
+            announced = self._announcements.popleft()
+            # False if its caller has given up waiting; the state is written all the same.
+            if announced.set_running_or_notify_cancel():
+                announced.set_result(None)
+        if reply.drain_requested and not self._drain_reported:
+            self._drain_reported = True
+            log.info("instance.asked_to_leave", reason=reply.drain_reason)
+            self._callbacks.on_drain_requested(reply.drain_reason or "requested")
+        self._callbacks.on_heartbeat(session, self._identity)
 
     def _listen(self, session: DirectSession, until: float) -> None:
-        """Wait for notifications, a poke, or the next beat."""
-        wire = session.pgconn.socket
+        """Wait for notifications until the next heartbeat is due or `_wake` is called."""
+        socket = session.pgconn.socket
         while (left := until - clock()) > 0:
-            ready = self._wait(left, wire)
-            if self._waker in ready:
-                self._drain_pokes()
+            ready = self._wait(left, socket)
+            if self._wake_read in ready:
+                self._clear_wakes()
                 return
-            if wire in ready:
+            if socket in ready:
                 session.pgconn.consume_input()
                 urgent = False
                 while notification := session.pgconn.notifies():
-                    urgent |= self._hear(notification.extra.decode())
+                    urgent |= self._handle(notification.extra.decode())
                 if urgent:
                     return
 
-    def _overhear(self, notification: psycopg.Notify) -> None:
-        """Take a notification that came in beside the answer to a statement."""
-        self._hear(notification.payload)
+    def _on_notify(self, notification: psycopg.Notify) -> None:
+        """Handle a notification that arrived together with the answer to a statement."""
+        self._handle(notification.payload)
 
-    def _hear(self, payload: str) -> bool:
-        """Pass a notification on; true if the next beat should come at once."""
+    def _handle(self, payload: str) -> bool:
+        """Pass a notification on; return true if the next heartbeat is due at once."""
         kind, _, rest = payload.partition(":")
         if kind == "drain":
             return self._identity is not None and rest == str(self._identity.id)
-        self._tell.on_notification(payload)
+        self._callbacks.on_notification(payload)
         return False
 
-    # -- what goes wrong ----------------------------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------------------------------------
 
     def _broken(self, error: Exception) -> None:
         if self._trusted_until:
-            # Said once per break; the attempts that follow are only waiting.
+            # Logged once per break, and not for each attempt to reconnect.
             self._trusted_until = 0.0
-            self.figures.breaks += 1
+            self.stats.breaks += 1
             reason = redact(" ".join(str(error).split()))
             log.warning("link.lost", reason=reason)
-            self._tell.on_broken(reason)
+            self._callbacks.on_broken(reason)
 
     def _drop(self, lost: Identity) -> None:
         self._trusted_until = 0.0
         self._identity = None
-        self.figures.identities_lost += 1
+        self.stats.identities_lost += 1
         log.warning("instance.identity_lost", id=lost.id, name=lost.name)
-        self._tell.on_lost(lost)
-        # Operators know instances by their names: take the same one again if nobody else has.
-        self._wanted = replace(self._wanted, former_name=lost.name)
+        self._callbacks.on_identity_lost(lost)
+        # Operators know instances by name: use the same one again if it is free.
+        self._registration = replace(self._registration, former_name=lost.name)
 
     def _refused(self, error: FleetError) -> None:
         if not self._joined.done():
             self._joined.set_exception(error)
             return
         log.error("instance.refused", reason=str(error))
-        self._tell.on_refused(error)
+        self._callbacks.on_refused(error)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _application(self, identity: Identity | None = None) -> str:
-        whose = f"/{identity.name}" if identity else ""
-        return f"flotilla/{self._register.namespace.name}/link{whose}"[:63]
+        name = f"/{identity.name}" if identity else ""
+        return f"flotilla/{self._registry.namespace.name}/link{name}"[:63]
 
-    def _poke(self) -> None:
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._wake, b"!")
+            os.write(self._wake_write, b"!")
 
-    def _drain_pokes(self) -> None:
+    def _clear_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._waker, 64):
+            while os.read(self._wake_read, 64):
                 pass
 
-    def _wait(self, seconds: float, *wires: int) -> set[int]:
-        """Wait until a poke comes, or something on these wires. `poll`, because `select` knows 1,024 files only."""
-        waiting = select.poll()
-        for wire in (self._waker, *wires):
-            waiting.register(wire, select.POLLIN)
-        return {wire for wire, _ in waiting.poll(seconds * 1000)}
-
-
-@dataclass
-class Farewell:
-    reason: str
-    shutdown: list[dict[str, Any]] = field(default_factory=list)
-    said: bool = False
+    def _wait(self, seconds: float, *descriptors: int) -> set[int]:
+        """Wait until `_wake` is called or a descriptor is readable. `select` supports only descriptors below 1024."""
+        poll = select.poll()
+        for descriptor in (self._wake_read, *descriptors):
+            poll.register(descriptor, select.POLLIN)
+        return {descriptor for descriptor, _ in poll.poll(seconds * 1000)}

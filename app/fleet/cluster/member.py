@@ -1,8 +1,8 @@
-"""This instance as a member of the cluster: its link and its place in the queue for leadership, as one service.
+"""This instance as a member of the cluster: its link and its session in the leader queue, as one service.
 
-Rooms above say here what must happen when the identity is lost (`on_lost`: cancel what runs, let go of what is held),
-in the transaction of any instance's death (`on_death`), and on a notification. What is told by the link's thread is
-handed to the event loop here, and nowhere else.
+Rooms above register hooks here: for a lost identity (`on_identity_lost`: cancel what runs, release what is held), for
+the transaction that declares any instance gone (`on_gone`), for heartbeats and for notifications. All calls from the
+link's thread into the event loop go through `in_loop`.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ import psycopg
 
 from app.fleet.background import Service
 from app.fleet.cluster.leader import Leader
-from app.fleet.cluster.link import DROP_PATIENCE, Callbacks, Figures, Link
+from app.fleet.cluster.link import DROP_TIMEOUT, Callbacks, Link, LinkStats
 from app.fleet.cluster.registry import (
-    DeathHook,
+    GoneHook,
     Identity,
     Instance,
-    Register,
     Registration,
+    Registry,
     Session,
     list_instances,
 )
@@ -39,21 +39,21 @@ from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs
 from app.fleet.telemetry.redaction import redact
 
-# Beside the pool's: the link, and the place in the queue for leadership.
-SESSIONS_OF_ITS_OWN = 2
-ANNOUNCE_PATIENCE = 0.5
+# Beside the pool: the link, and the session in the leader queue.
+DIRECT_SESSIONS = 2
+ANNOUNCE_TIMEOUT = 0.5
 
 log = logs.events(__name__)
 
 
 def sessions(settings: FleetSettings) -> int:
-    """How many sessions of PostgreSQL an instance may open; behind a pooler, the pool's are the pooler's."""
-    return SESSIONS_OF_ITS_OWN + (0 if settings.pooled else settings.pool_max)
+    """Return how many PostgreSQL sessions an instance may open. Behind a pooler, its pool opens none itself."""
+    return DIRECT_SESSIONS + (0 if settings.pooled else settings.pool_max)
 
 
-LostHook = Callable[[Identity], Awaitable[None]]
-# Called in the link's thread, after each heartbeat, with the link's session.
-BeatHook = Callable[[Session, Identity], None]
+IdentityLostHook = Callable[[Identity], Awaitable[None]]
+# Called in the link's thread after each heartbeat, with the link's session.
+HeartbeatHook = Callable[[Session, Identity], None]
 
 
 class Member(Service):
@@ -70,24 +70,24 @@ class Member(Service):
         port: int | None = None,
         on_leave: Callable[[str], None],
     ) -> None:
-        """`on_leave` is called when this instance is asked, or has, to drain and end."""
+        """`on_leave` is called with the reason when this instance is asked to drain and end, or must."""
         super().__init__()
         self._addresses = addresses
         self._database = database
         self._on_leave = on_leave
-        self._death_hooks: list[DeathHook] = []
-        self._lost_hooks: list[LostHook] = []
+        self._gone_hooks: list[GoneHook] = []
+        self._identity_lost_hooks: list[IdentityLostHook] = []
         self._elected_hooks: list[Callable[[], None]] = []
         self._linked_hooks: list[Callable[[], None]] = []
-        self._beat_hooks: list[BeatHook] = []
+        self._heartbeat_hooks: list[HeartbeatHook] = []
         self._listeners: dict[str, Callable[[str], None]] = {}
         self._running: Callable[[], int] = lambda: 0
         self._shutdown_record: list[dict[str, Any]] = []
         self._leave_timeout = 3.0
         self._last_id: int | None = None
-        self._register = Register(namespace, self._death_hooks)
+        self._registry = Registry(namespace, self._gone_hooks)
         self._loop: asyncio.AbstractEventLoop | None = None
-        wanted = Registration(
+        self._registration = Registration(
             run_id=database.run_id,
             hostname=socket.gethostname(),
             pid=os.getpid(),
@@ -98,52 +98,51 @@ class Member(Service):
             workspace=settings.workspace,
             workspace_shared=settings.workspace is not None and settings.workspace_force,
         )
-        self._wanted = wanted
         callbacks = Callbacks(
             on_joined=self._joined,
             on_broken=self._broken,
-            on_lost=self._lost,
+            on_identity_lost=self._identity_lost,
             on_drain_requested=lambda reason: self._in_loop(self._on_leave, reason),
             on_refused=lambda error: self._in_loop(self._on_leave, str(error)),
             on_notification=lambda payload: self._in_loop(self._notified, payload),
             on_linked=self._linked,
-            on_beat=self._beaten,
+            on_heartbeat=self._heartbeat,
         )
-        self._link = Link(addresses.direct, self._register, wanted, callbacks, running=self._count)
-        database.compare_with(lambda: self._link.mark)
+        self._link = Link(addresses.direct, self._registry, self._registration, callbacks, running=self._count_running)
+        database.compare_with(lambda: self._link.marker)
         self.on_linked(database.compare)
         self._reported_connection: float | None = None
-        self.on_beat(self._report_connection)
-        self._leader = Leader(addresses.direct, self._register, self._link, self._elected)
+        self.on_heartbeat(self._report_connection)
+        self._leader = Leader(addresses.direct, self._registry, self._link, self._elected)
 
     # -- for the rooms above, before the start ------------------------------------------------------------------------
 
-    def on_death(self, hook: DeathHook) -> None:
-        self._death_hooks.append(hook)
+    def on_gone(self, hook: GoneHook) -> None:
+        self._gone_hooks.append(hook)
 
-    def on_lost(self, hook: LostHook) -> None:
-        self._lost_hooks.append(hook)
+    def on_identity_lost(self, hook: IdentityLostHook) -> None:
+        self._identity_lost_hooks.append(hook)
 
     def on_elected(self, hook: Callable[[], None]) -> None:
         self._elected_hooks.append(hook)
 
     def on_linked(self, hook: Callable[[], None]) -> None:
-        """Be told when the link is up, at first or again: notifications may have been lost."""
+        """Call the hook each time the link comes up: notifications may have been lost before."""
         self._linked_hooks.append(hook)
 
-    def on_beat(self, hook: BeatHook) -> None:
-        """Renew something with each heartbeat, in one statement and only if there is anything to renew."""
-        self._beat_hooks.append(hook)
+    def on_heartbeat(self, hook: HeartbeatHook) -> None:
+        """Call the hook after each heartbeat, to renew something in one statement if there is anything to renew."""
+        self._heartbeat_hooks.append(hook)
 
     def on_notification(self, kind: str, listener: Callable[[str], None]) -> None:
-        """Hear the notifications `kind:rest`; the listener is given the rest."""
+        """Pass the notifications `kind:rest` to the listener, which receives the rest."""
         self._listeners[kind] = listener
 
     def count_running(self, running: Callable[[], int]) -> None:
-        """Say with each heartbeat how many runs there are here. Called in the link's thread."""
+        """Write this number of running runs with each heartbeat. `running` is called in the link's thread."""
         self._running = running
 
-    # -- for everyone -------------------------------------------------------------------------------------------------
+    # -- for all rooms ------------------------------------------------------------------------------------------------
 
     @property
     def identity(self) -> Identity | None:
@@ -151,11 +150,11 @@ class Member(Service):
 
     @property
     def hostname(self) -> str:
-        return self._wanted.hostname
+        return self._registration.hostname
 
     @property
     def pid(self) -> int:
-        return self._wanted.pid
+        return self._registration.pid
 
     @property
     def leading(self) -> bool:
@@ -166,8 +165,8 @@ class Member(Service):
         return self._leader.terms
 
     @property
-    def link_figures(self) -> Figures:
-        return self._link.figures
+    def link_stats(self) -> LinkStats:
+        return self._link.stats
 
     def holds(self) -> bool:
         """Whether this instance may act as holder of anything right now (see `link.py`)."""
@@ -177,26 +176,26 @@ class Member(Service):
         return await list_instances(self._database)
 
     def in_loop(self, what: Callable[[], object]) -> None:
-        """Have the event loop call it; for what the link's thread has to tell."""
+        """Call `what` in the event loop. Any thread may call this."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(what)
 
     async def announce(self, phase: Phase) -> None:
-        """Have the register say so; if the database is away, it will as soon as it can be told."""
+        """Write the phase to the registry; while the database is unavailable, return and write it later."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(ANNOUNCE_PATIENCE):
-                await asyncio.wrap_future(self._link.say(phase))
+            async with asyncio.timeout(ANNOUNCE_TIMEOUT):
+                await asyncio.wrap_future(self._link.announce(phase))
 
     def step_down(self) -> None:
-        """Hand leadership over, for good: an instance that drains is no candidate any more."""
+        """Leave the leader queue for good: a draining instance is no candidate."""
         self._leader.step_down()
 
     def keep_record(self, record: list[dict[str, Any]]) -> None:
-        """Keep this list in the instance's row when it leaves."""
+        """Write this list to the instance's row when it leaves."""
         self._shutdown_record = record
 
     async def write_final_record(self) -> None:
-        """Write the record once more, on a session of its own, after everything else is closed."""
+        """Write the record again on a new session, after everything else is closed."""
         if self._last_id is not None:
             await asyncio.to_thread(self._write_final_record, self._last_id)
 
@@ -208,18 +207,18 @@ class Member(Service):
             await asyncio.to_thread(self._link.join)
         except psycopg.Error as error:
             raise preflight.translate(error, self._addresses) from error
-        if self._wanted.workspace_shared:
-            log.warning("workspace.shared_by_force", workspace=self._wanted.workspace)
+        if self._registration.workspace_shared:
+            log.warning("workspace.shared_by_force", workspace=self._registration.workspace)
         self._leader.start()
 
     async def _stop(self) -> None:
         self._leader.step_down()
         await asyncio.to_thread(self._leader.join, 1.0)
-        said = await asyncio.to_thread(self._link.leave, "left", self._shutdown_record, self._leave_timeout)
+        recorded = await asyncio.to_thread(self._link.leave, "left", self._shutdown_record, self._leave_timeout)
         if self._last_id is not None:
-            log.info("instance.left", said=said)
+            log.info("instance.left", recorded=recorded)
 
-    # -- told by the link's thread ------------------------------------------------------------------------------------
+    # -- called by the link's thread ----------------------------------------------------------------------------------
 
     def _joined(self, identity: Identity) -> None:
         self._last_id = identity.id
@@ -228,26 +227,26 @@ class Member(Service):
     def _broken(self, reason: str) -> None:
         self._in_loop(self._database.suspect, f"the link broke: {reason}")
 
-    def _lost(self, lost: Identity) -> None:
-        """Drop everything held under a lost identity, and wait for it; a blocked event loop is not waited for long."""
-        if self._loop is None or not self._lost_hooks:
+    def _identity_lost(self, lost: Identity) -> None:
+        """Drop everything held under a lost identity and wait for it, but not long if the event loop is blocked."""
+        if self._loop is None or not self._identity_lost_hooks:
             return
         dropping: Future[None] = asyncio.run_coroutine_threadsafe(self._drop_all(lost), self._loop)
         try:
-            dropping.result(DROP_PATIENCE)
+            dropping.result(DROP_TIMEOUT)
         except TimeoutError:
-            # What still runs is refused by token; waiting longer would only keep this instance away.
-            log.warning("instance.drop_incomplete", id=lost.id, seconds=DROP_PATIENCE)
+            # What still runs is rejected by token; waiting longer would only delay joining again.
+            log.warning("instance.drop_incomplete", id=lost.id, seconds=DROP_TIMEOUT)
 
     async def _drop_all(self, lost: Identity) -> None:
-        for hook in self._lost_hooks:
+        for hook in self._identity_lost_hooks:
             await hook(lost)
 
-    def _count(self) -> int:
+    def _count_running(self) -> int:
         return self._running()
 
-    def _beaten(self, session: Session, me: Identity) -> None:
-        for hook in self._beat_hooks:
+    def _heartbeat(self, session: Session, me: Identity) -> None:
+        for hook in self._heartbeat_hooks:
             hook(session, me)
 
     def _elected(self) -> None:
@@ -269,17 +268,17 @@ class Member(Service):
         self.in_loop(partial(what, text))
 
     def _report_connection(self, session: Session, me: Identity) -> None:
-        """Write that a connection of the pool has been out for too long, and once that none is any more."""
-        seconds = self._database.connection_out_too_long()
+        """Write for how long a connection has been borrowed too long, and once more when it is returned."""
+        seconds = self._database.borrowed_too_long_seconds()
         if seconds is not None or self._reported_connection is not None:
-            self._register.report_connection(session, me, seconds)
+            self._registry.report_connection(session, me, seconds)
         self._reported_connection = seconds
 
     def _write_final_record(self, identifier: int) -> None:
         try:
-            application = f"flotilla/{self._register.namespace.name}/record"
+            application = f"flotilla/{self._registry.namespace.name}/record"
             with open_session(self._addresses.direct, application=application) as session:
-                self._register.write_shutdown(session, identifier, self._shutdown_record)
+                self._registry.write_shutdown(session, identifier, self._shutdown_record)
         except (psycopg.Error, FleetError) as error:
-            # The log has every step; the row only lacks the last.
+            # The log has every step; the row lacks only the last one.
             log.info("shutdown.record_unwritten", reason=redact(str(error)))

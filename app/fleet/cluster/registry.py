@@ -1,31 +1,31 @@
-"""The register of instances: a row each, and the statements that may change one.
+"""The registry of instances: a row for each, and every change that is made to it (`registry_statements.py`).
 
-An instance is alive exactly as long as PostgreSQL holds its presence lock; the row says everything else. The lock is
-taken before the row is written, so a living row without its lock means that the session ended: by death, or because
-the link broke and is about to be taken up again. Who decides which is the leader (`leader.py`); the verdict is
-`declare_gone`, and it is a transaction that holds the dead one's presence lock while it decides, so that a link that
-comes back in that very moment waits for the verdict and then reads it. Lock order: presence lock, then row.
+An instance is live exactly as long as PostgreSQL holds its presence lock; its row describes it. The lock is taken
+before the row is written, so a live row without its lock means that the link's session has ended: the process ended,
+or its link broke and is about to reconnect. The leader waits long enough to tell these apart (`leader.py`), then calls
+`declare_gone`. That transaction takes the instance's presence lock itself, so that a link that reconnects at this
+moment waits for the transaction and then reads its result. Lock order: presence lock, then row.
 
-    statement        guard                                       if the guard does not hold
-    INSERT_INSTANCE  unique among the living: name, workspace    NameTaken, WorkspaceTaken
-    RELINK, BEAT     same run_id, state <> 'gone'                zero rows: declared gone, the identity is lost
-    declare_gone     presence lock free, state <> 'gone'         nothing happens: it lives, or was declared already
+    statement          guard                                        if the guard does not hold
+    INSERT_INSTANCE    unique among live rows: name, workspace      NameTaken, WorkspaceTaken
+    RELINK, HEARTBEAT  same run_id, state <> 'gone'                 no row: declared gone, the identity is lost
+    declare_gone       presence lock free, state <> 'gone'          no change: it is live, or was declared gone before
 
-A verdict that was wrong is never unsafe, only wasteful: the declared instance finds its row gone and starts anew under
-another id, and whatever it still writes for the old one is refused by token.
+Declaring a live instance gone is wasteful but not unsafe: that instance finds its row gone and joins again with another
+id, and every write that it still makes for the old id is rejected by token.
 
-Rooms above register what must happen in the transaction of a death (`DeathHook`): their statements run on its
-connection, and with it they commit or not at all. The transaction must be short, because whoever writes it gives up
-after its patience. So a hook changes at most `BATCH` rows in one call and returns whether more are left; for those it
-is called again after the verdict, in transactions of their own (`clean_up`). If nobody gets to that, the periodic
-checks of each room find the rest: a row that names a gone instance is enough.
+Rooms above register a `GoneHook` for what they must change when an instance is gone. It runs in the same transaction,
+on its connection. That transaction must be short, because the leader's session waits for an answer only as long as its
+patience. So a hook changes at most `BATCH` rows per call and returns whether more are left; for those it is called
+again in later transactions (`clean_up`). If the leader ends before that, the periodic checks of each room find the
+remaining rows, which name a gone instance.
 
-The verdict does not wait for the instance's own transactions, which hold its row FOR KEY SHARE: it skips the row, and
-the leader tries again. A transaction that never ends would keep it away for ever: a process that was frozen while it
-received an answer larger than the socket's buffers has a backend that waits for it, and no timeout of PostgreSQL ends
-that one. So a verdict that finds the row locked ends the sessions of this instance's own pool that hold it
-(`END_HOLDERS`). They are found by the start's run id in their `application_name` (`dsn.pool_application`); behind a
-pooler they have no such name, and the pooler's own timeouts must end them.
+`declare_gone` does not wait for the instance's own transactions, which hold its row FOR KEY SHARE: it skips a locked
+row, and the leader tries again. A transaction that never ends would keep the instance from ever being declared gone: if
+a process freezes while it receives an answer larger than the socket's buffers, its backend waits for it, and no timeout
+of PostgreSQL ends that wait. So if the row is locked, `declare_gone` ends the sessions of the instance's pool that hold
+it (`END_POOL_SESSIONS`). It finds them by the run id in their `application_name` (`dsn.pool_application`). Sessions
+behind a pooler do not have that name; the pooler's own timeouts must end them.
 """
 
 import time
@@ -39,6 +39,35 @@ import psycopg
 from psycopg.rows import TupleRow, class_row
 from psycopg.types.json import Jsonb
 
+from app.fleet.cluster.registry_statements import (
+    DECLARE_GONE,
+    END_FORMER_SESSION,
+    END_POOL_SESSIONS,
+    END_QUEUE_SESSION,
+    FIND_NAME,
+    FIND_OWNER,
+    FIND_STATE,
+    FIND_UNLINKED,
+    FIND_WORKSPACE,
+    HEARTBEAT,
+    INSERT_INSTANCE,
+    INSERT_TERM,
+    LEAVE,
+    LIST,
+    LOCK_ROW,
+    LOCK_ROW_UNLESS_LOCKED,
+    NEXT_ID,
+    NEXT_NUMBER,
+    NOTIFY,
+    PRUNE_INSTANCES,
+    PRUNE_TERMS,
+    RELINK,
+    REPORT_CONNECTION,
+    REQUEST_DRAIN,
+    TAKE_PRESENCE_LOCK,
+    TRY_PRESENCE_LOCK,
+    WRITE_SHUTDOWN,
+)
 from app.fleet.db.dsn import RUN_DIGITS, pool_application
 from app.fleet.db.namespace import Lock, Namespace, Statement
 from app.fleet.db.pool import Database
@@ -46,177 +75,22 @@ from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
 from app.fleet.telemetry.logs import events
 
 Session: TypeAlias = psycopg.Connection[TupleRow]
-# Called with the connection of the death's transaction and the ids of the dead; returns whether rows are left over.
-DeathHook: TypeAlias = Callable[[Session, Sequence[int]], bool | None]
-# How many rows a hook changes in one call.
+# Called with the session of the transaction and the ids of the gone instances; returns whether rows are left.
+GoneHook: TypeAlias = Callable[[Session, Sequence[int]], bool | None]
+# The maximum number of rows that a hook changes per call.
 BATCH = 1000
 
-log = events(__name__)
-
-# A terminated backend is linked again in tens of milliseconds: a lock that is free for less than this is no death.
+# A link whose backend was terminated reconnects within tens of milliseconds, before the instance is declared gone.
 GRACE = 0.15
-# After a restart or a failover every lock is free at once; this long the others have to take theirs again.
+# After a restart or failover of PostgreSQL every presence lock is free, and the instances have this long to reconnect.
 RELINK_GRACE = 3.0
 
-DRAW_ID = Statement("SELECT nextval('{schema}.instance_ids')")
-DRAW_NUMBER = Statement("SELECT nextval('{schema}.instance_numbers')")
-TAKE_PRESENCE = Statement("SELECT pg_try_advisory_lock({class}, %(key)s)")
-
-INSERT_INSTANCE = Statement("""
-INSERT INTO {schema}.instances (
-    id, name, run_id, state, hostname, pid, port, version, workspace, workspace_shared, connections,
-    started_at, heartbeat_at, server_started_at
-) VALUES (
-    %(id)s, %(name)s, %(run_id)s, %(state)s, %(hostname)s, %(pid)s, %(port)s, %(version)s, %(workspace)s,
-    %(workspace_shared)s, %(connections)s, clock_timestamp(), clock_timestamp(), pg_postmaster_start_time()
-)
-""")
-
-RELINK = Statement("""
-UPDATE {schema}.instances
-SET heartbeat_at = clock_timestamp(), server_started_at = pg_postmaster_start_time()
-WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
-""")
-
-# Ends the session that still holds our presence after its network broke. Only a session of our own id can hold it,
-# and the pid we remember must still be that session.
-END_FORMER_SESSION = Statement("""
-SELECT pg_terminate_backend(l.pid)
-FROM pg_catalog.pg_locks AS l
-WHERE l.locktype = 'advisory' AND l.granted AND l.pid = %(pid)s
-  AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
-  AND l.classid = '{channel}'::regnamespace AND l.objid = %(id)s::int::oid AND l.objsubid = 2
-""")
-
-BEAT = Statement("""
-UPDATE {schema}.instances
-SET heartbeat_at = clock_timestamp(), state = %(state)s, running = %(running)s, clock_ahead = %(ahead)s
-WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
-RETURNING drain_requested_at IS NOT NULL, drain_reason, clock_timestamp()
-""")
-
-REPORT_CONNECTION = Statement("""
-UPDATE {schema}.instances
-SET connection_out_seconds = %(seconds)s
-WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
-""")
-
-LEAVE = Statement("""
-UPDATE {schema}.instances
-SET state = 'gone', gone_at = clock_timestamp(), gone_reason = %(reason)s, running = 0, shutdown = %(shutdown)s
-WHERE id = %(id)s AND state <> 'gone'
-""")
-
-WRITE_SHUTDOWN = Statement("UPDATE {schema}.instances SET shutdown = %(shutdown)s WHERE id = %(id)s")
-
-# The rows that are visible were locked before they were written, so a missing lock means a session that ended.
-SILENT = Statement("""
-SELECT i.id, i.server_started_at = pg_postmaster_start_time() AS same_server
-FROM {schema}.instances AS i
-WHERE i.state <> 'gone'
-  AND NOT EXISTS (
-      SELECT FROM pg_catalog.pg_locks AS l
-      WHERE l.locktype = 'advisory' AND l.granted
-        AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
-        AND l.classid = '{channel}'::regnamespace AND l.objid = i.id::oid AND l.objsubid = 2
-  )
-""")
-
-HOLD_PRESENCE = Statement("SELECT pg_try_advisory_xact_lock({class}, %(key)s)")
-
-# Before a row is declared gone. A claim holds the row of its instance FOR KEY SHARE until it is committed: an instance
-# that leaves waits for its own claims, and a verdict skips the row while one is under way.
-LOCK_ROW = Statement("SELECT id FROM {schema}.instances WHERE id = %(id)s AND state <> 'gone' FOR UPDATE")
-LOCK_ROW_UNLESS_LOCKED = Statement(f"{LOCK_ROW} SKIP LOCKED")
-
-# The sessions of this instance's pool whose transaction has locked a row of the register: RowShareLock is what
-# SELECT … FOR KEY SHARE takes on the table, and it is kept until the transaction ends.
-END_HOLDERS = Statement("""
-SELECT a.pid, pg_terminate_backend(a.pid)
-FROM {schema}.instances AS i
-JOIN pg_catalog.pg_stat_activity AS a
-  ON a.application_name = %(pool)s || left(replace(i.run_id::text, '-', ''), %(digits)s)
- AND a.datname = current_database() AND a.usename = current_user
-WHERE i.id = %(id)s AND i.state <> 'gone'
-  AND EXISTS (
-      SELECT FROM pg_catalog.pg_locks AS l
-      WHERE l.pid = a.pid AND l.locktype = 'relation' AND l.granted AND l.mode = 'RowShareLock'
-        AND l.relation = '{schema}.instances'::regclass
-        AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
-  )
-""")
-
-DECLARE_GONE = Statement("""
-UPDATE {schema}.instances
-SET state = 'gone', gone_at = clock_timestamp(), gone_reason = %(reason)s, running = 0
-WHERE id = %(id)s AND state <> 'gone'
-RETURNING id, name
-""")
-
-# A frozen one still stands in the queue for leadership, where its turn would come and nobody would take it.
-LEAVE_QUEUE = Statement("""
-SELECT pg_terminate_backend(l.pid)
-FROM {schema}.instances AS i
-JOIN pg_catalog.pg_locks AS l ON l.pid = i.turn_pid
-WHERE i.id = %(id)s
-  AND l.locktype = 'relation' AND l.relation = '{schema}.leader_turn'::regclass
-  AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
-""")
-
-NOTIFY = Statement("SELECT pg_notify('{channel}', %(payload)s)")
-
-# The leader is whoever holds the queue's lock, so there is never more than one and it is never out of date.
-LIST = Statement("""
-SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.workspace, i.connections, i.running,
-       i.started_at, i.gone_at, i.gone_reason, i.shutdown, i.server_started_at,
-       (extract(epoch FROM clock_timestamp() - i.heartbeat_at) * 1000)::int8 AS heartbeat_age_ms,
-       i.heartbeat_at, i.clock_ahead, i.connection_out_seconds,
-       i.state <> 'gone' AND EXISTS (
-           SELECT FROM pg_catalog.pg_locks AS l
-           WHERE l.locktype = 'relation' AND l.granted AND l.mode = 'ExclusiveLock' AND l.pid = i.turn_pid
-             AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
-             AND l.relation = to_regclass('{schema}.leader_turn')
-       ) AS leader
-FROM {schema}.instances AS i
-WHERE i.state <> 'gone' OR i.gone_at > clock_timestamp() - interval '10 minutes'
-ORDER BY i.id
-""")
-
-FIND_NAME = Statement("SELECT id FROM {schema}.instances WHERE name = %(value)s AND state <> 'gone'")
-FIND_WORKSPACE = Statement("SELECT id FROM {schema}.instances WHERE workspace = %(value)s AND state <> 'gone'")
-FIND_OWNER = Statement("""
-SELECT name, hostname, pid, started_at FROM {schema}.instances WHERE id = %(id)s
-""")
-
-STATE = Statement("SELECT state FROM {schema}.instances WHERE id = %(id)s")
-
-REQUEST_DRAIN = Statement("""
-UPDATE {schema}.instances
-SET drain_requested_at = coalesce(drain_requested_at, clock_timestamp()), drain_reason = %(reason)s
-WHERE name = %(name)s AND state <> 'gone'
-RETURNING id
-""")
-
-BEGIN_TERM = Statement("INSERT INTO {schema}.leader_terms (instance_id, instance) VALUES (%(id)s, %(name)s)")
-
-FORGET_TERMS = Statement("DELETE FROM {schema}.leader_terms WHERE began_at < clock_timestamp() - interval '7 days'")
-
-# The gone stay visible for ten minutes (above), and findable for a week. A small batch, so that it holds up nobody.
-PRUNE = Statement("""
-DELETE FROM {schema}.instances
-WHERE id IN (
-    SELECT id FROM {schema}.instances
-    WHERE state = 'gone' AND gone_at < clock_timestamp() - interval '7 days'
-    ORDER BY id
-    LIMIT 500
-    FOR UPDATE SKIP LOCKED
-)
-""")
+log = events(__name__)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What an instance says about itself when it joins."""
+    """An instance's own entry in the registry when it joins."""
 
     run_id: UUID
     hostname: str
@@ -224,7 +98,7 @@ class Registration:
     version: str
     connections: int
     name: str | None = None
-    # The name before the last identity was lost: taken again if it is free.
+    # The name before the last identity was lost. It is used again if it is free.
     former_name: str | None = None
     workspace: str | None = None
     workspace_shared: bool = False
@@ -233,24 +107,24 @@ class Registration:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who an instance is. A lost identity never comes back: the next one has another id."""
+    """Identifies an instance from joining to gone. After a lost identity it joins again with a new id."""
 
     id: int
     name: str
     run_id: UUID
 
 
-class Answered(NamedTuple):
-    """What a heartbeat is answered with."""
+class HeartbeatReply(NamedTuple):
+    """The answer of the registry to a heartbeat."""
 
-    asked_to_leave: bool
-    reason: str | None
+    drain_requested: bool
+    drain_reason: str | None
     now: datetime
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A row of the register, as others see it."""
+    """A row of the registry, as `LIST` reads it."""
 
     id: int
     name: str
@@ -270,79 +144,79 @@ class Instance:
     gone_at: datetime | None
     gone_reason: str | None
     shutdown: list[dict[str, Any]] | None
-    # Seconds; null until it has compared them.
+    # Seconds; null until the first heartbeat has compared the clocks.
     clock_ahead: float | None
-    # How long a connection of its pool has been out, if that is too long.
+    # Age of the oldest borrowed connection of its pool, if it is borrowed for too long.
     connection_out_seconds: float | None
     leader: bool
 
     @property
-    def living(self) -> bool:
+    def live(self) -> bool:
         return self.state != "gone"
 
 
-class Register:
-    """The register of one namespace, through whatever session it is given."""
+class Registry:
+    """The registry of one namespace. Each method runs on the session that it is given."""
 
-    def __init__(self, namespace: Namespace, hooks: Sequence[DeathHook] = ()) -> None:
+    def __init__(self, namespace: Namespace, hooks: Sequence[GoneHook] = ()) -> None:
         self.namespace = namespace
         self._sql = namespace.sql
         self._hooks = hooks
 
-    # -- joining and staying ------------------------------------------------------------------------------------------
+    # -- this instance ------------------------------------------------------------------------------------------------
 
-    def join(self, session: Session, wanted: Registration, state: str) -> Identity:
+    def join(self, session: Session, registration: Registration, state: str) -> Identity:
         """Draw an id, take its presence lock, and only then write the row."""
-        (identifier,) = self._one(session, DRAW_ID)
-        if not self.take_presence(session, identifier):
-            # Ids are never reused, so only a restored backup under a living cluster gets here.
-            raise psycopg.OperationalError(f"presence of the new id {identifier} is held by another session")
-        name = wanted.name or wanted.former_name or self._draw_name(session)
+        (identifier,) = self._one(session, NEXT_ID)
+        if not self.take_presence_lock(session, identifier):
+            # Ids are never reused, so this happens only if a backup was restored under a live cluster.
+            raise psycopg.OperationalError(f"another session holds the presence lock of the new id {identifier}")
+        name = registration.name or registration.former_name or self._generate_name(session)
         while True:
-            values = vars(wanted) | {"id": identifier, "name": name, "state": state}
+            values = vars(registration) | {"id": identifier, "name": name, "state": state}
             try:
                 session.execute(self._sql(INSERT_INSTANCE), values)
             except psycopg.errors.UniqueViolation as error:
                 if error.diag.constraint_name == "instances_workspace_living":
-                    self._refuse_workspace(session, wanted)
+                    self._refuse_workspace(session, registration)
                 elif error.diag.constraint_name != "instances_name_living":
-                    # The id, for example, if the sequence was reset: another name would not help.
+                    # For example the id, if the sequence was reset: another name would not help.
                     raise
-                elif wanted.name is not None:
-                    self._refuse_name(session, wanted.name)
+                elif registration.name is not None:
+                    self._refuse_name(session, registration.name)
                 else:
-                    # Someone chose, by hand, the name this number makes.
-                    name = self._draw_name(session)
+                    # Another instance was given the generated name explicitly.
+                    name = self._generate_name(session)
                 continue
             self.notify(session, f"joined:{identifier}")
-            return Identity(identifier, name, wanted.run_id)
+            return Identity(identifier, name, registration.run_id)
 
-    def take_presence(self, session: Session, identifier: int) -> bool:
-        (taken,) = self._one(session, TAKE_PRESENCE, key=Lock.PRESENCE.key(identifier))
+    def take_presence_lock(self, session: Session, identifier: int) -> bool:
+        (taken,) = self._one(session, TAKE_PRESENCE_LOCK, key=Lock.PRESENCE.key(identifier))
         return bool(taken)
 
     def end_former_session(self, session: Session, identifier: int, backend_pid: int) -> None:
         session.execute(self._sql(END_FORMER_SESSION), {"id": identifier, "pid": backend_pid})
 
     def relink(self, session: Session, me: Identity) -> bool:
-        """Take the row up again; false if it was declared gone meanwhile."""
+        """Continue with the existing row; return false if it was declared gone."""
         return session.execute(self._sql(RELINK), {"id": me.id, "run_id": me.run_id}).rowcount == 1
 
-    def beat(
-        self, session: Session, me: Identity, state: str, running: int, ahead: float | None = None
-    ) -> Answered | None:
-        """Say that we live; None if we were declared gone."""
-        values = {"id": me.id, "run_id": me.run_id, "state": state, "running": running, "ahead": ahead}
-        row = session.execute(self._sql(BEAT), values).fetchone()
-        return None if row is None else Answered(*row)
+    def heartbeat(
+        self, session: Session, me: Identity, state: str, running: int, clock_ahead: float | None = None
+    ) -> HeartbeatReply | None:
+        """Write the heartbeat; return None if this instance was declared gone."""
+        values = {"id": me.id, "run_id": me.run_id, "state": state, "running": running, "ahead": clock_ahead}
+        row = session.execute(self._sql(HEARTBEAT), values).fetchone()
+        return None if row is None else HeartbeatReply(*row)
 
     def report_connection(self, session: Session, me: Identity, seconds: float | None) -> None:
-        """Write how long a connection of our pool has been out, or that none has been for too long."""
+        """Write for how long a connection of the pool has been borrowed too long, or None if none is."""
         values = {"id": me.id, "run_id": me.run_id, "seconds": seconds}
         session.execute(self._sql(REPORT_CONNECTION), values)
 
     def leave(self, session: Session, identifier: int, reason: str, shutdown: list[dict[str, Any]]) -> None:
-        """Declare ourselves gone, unless somebody has; what a death asks for happens once, whoever is first."""
+        """Declare this instance gone, unless another instance already did: the hooks run exactly once."""
         values = {"id": identifier, "reason": reason, "shutdown": Jsonb(shutdown)}
         with session.transaction():
             session.execute(self._sql(LOCK_ROW), {"id": identifier})
@@ -355,32 +229,32 @@ class Register:
     def write_shutdown(self, session: Session, identifier: int, shutdown: list[dict[str, Any]]) -> None:
         session.execute(self._sql(WRITE_SHUTDOWN), {"id": identifier, "shutdown": Jsonb(shutdown)})
 
-    # -- seeing and judging others ------------------------------------------------------------------------------------
+    # -- other instances ----------------------------------------------------------------------------------------------
 
-    def silent(self, session: Session) -> dict[int, bool]:
-        """Return the living whose presence lock is free, and whether it was taken on this very server."""
-        rows = session.execute(self._sql(SILENT)).fetchall()
+    def unlinked(self, session: Session) -> dict[int, bool]:
+        """Return the ids of live rows whose presence lock is free, and whether it was taken on the present server."""
+        rows = session.execute(self._sql(FIND_UNLINKED)).fetchall()
         return dict(rows)
 
     def declare_gone(self, session: Session, identifier: int, reason: str) -> str | None:
-        """Declare one instance gone and do in the same transaction what its death asks for. Returns its name."""
+        """Declare one instance gone and run the hooks in the same transaction; return its name if it was changed."""
         with session.transaction():
-            (held,) = self._one(session, HOLD_PRESENCE, key=Lock.PRESENCE.key(identifier))
-            if not held:
+            (taken,) = self._one(session, TRY_PRESENCE_LOCK, key=Lock.PRESENCE.key(identifier))
+            if not taken:
                 return None
             if session.execute(self._sql(LOCK_ROW_UNLESS_LOCKED), {"id": identifier}).fetchone() is None:
-                self._end_holders(session, identifier)
+                self._end_pool_sessions(session, identifier)
                 return None
             row = session.execute(self._sql(DECLARE_GONE), {"id": identifier, "reason": reason}).fetchone()
             assert row is not None
-            session.execute(self._sql(LEAVE_QUEUE), {"id": identifier})
+            session.execute(self._sql(END_QUEUE_SESSION), {"id": identifier})
             for hook in self._hooks:
                 hook(session, [identifier])
             self.notify(session, f"gone:{identifier}")
             return str(row[1])
 
     def clean_up(self, session: Session, identifier: int) -> bool:
-        """Do another batch of what the death of a gone instance asks for; return whether more is left."""
+        """Run the hooks once more for a gone instance; return whether rows are left."""
         with session.transaction():
             return True in {hook(session, [identifier]) for hook in self._hooks}
 
@@ -389,23 +263,23 @@ class Register:
             return cursor.execute(self._sql(LIST)).fetchall()
 
     def is_gone(self, session: Session, identifier: int) -> bool:
-        row = session.execute(self._sql(STATE), {"id": identifier}).fetchone()
+        row = session.execute(self._sql(FIND_STATE), {"id": identifier}).fetchone()
         return row is None or row[0] == "gone"
 
     def request_drain(self, session: Session, name: str, reason: str) -> int:
-        """Ask an instance, wherever it runs, to drain and leave. The row asks; the notification makes it quick."""
+        """Ask an instance on any host to drain and leave. Its row has the request; the notification speeds it up."""
         row = session.execute(self._sql(REQUEST_DRAIN), {"name": name, "reason": reason}).fetchone()
         if row is None:
-            raise InstanceUnknown(f"no living instance is called {name!r}: `flotilla list` shows those there are")
+            raise InstanceUnknown(f"there is no live instance named {name!r}: `flotilla list` shows the live instances")
         self.notify(session, f"drain:{row[0]}")
         return int(row[0])
 
-    def begin_term(self, identity: Identity, session: Session) -> None:
-        session.execute(self._sql(BEGIN_TERM), {"id": identity.id, "name": identity.name})
+    def record_term(self, identity: Identity, session: Session) -> None:
+        session.execute(self._sql(INSERT_TERM), {"id": identity.id, "name": identity.name})
 
     def prune(self, session: Session) -> int:
-        session.execute(self._sql(FORGET_TERMS))
-        return session.execute(self._sql(PRUNE)).rowcount
+        session.execute(self._sql(PRUNE_TERMS))
+        return session.execute(self._sql(PRUNE_INSTANCES)).rowcount
 
     def notify(self, session: Session, payload: str) -> None:
         session.execute(self._sql(NOTIFY), {"payload": payload})
@@ -417,63 +291,60 @@ class Register:
         assert row is not None
         return row
 
-    def _end_holders(self, session: Session, identifier: int) -> None:
-        """End the sessions that keep an instance from being declared gone. The caller holds its presence lock."""
+    def _end_pool_sessions(self, session: Session, identifier: int) -> None:
+        """End the pool sessions that lock an instance's row. The caller holds its presence lock."""
         values = {"id": identifier, "pool": pool_application(self.namespace), "digits": RUN_DIGITS}
-        for backend, ended in session.execute(self._sql(END_HOLDERS), values):
+        for backend, ended in session.execute(self._sql(END_POOL_SESSIONS), values):
             log.warning("instance.session_ended", id=identifier, backend=backend, ended=ended)
 
-    def _draw_name(self, session: Session) -> str:
-        (number,) = self._one(session, DRAW_NUMBER)
+    def _generate_name(self, session: Session) -> str:
+        (number,) = self._one(session, NEXT_NUMBER)
         suffix = f"-{number}"
         return self.namespace.name[: 63 - len(suffix)] + suffix
 
-    def _living(self, session: Session, statement: Statement, value: str) -> int | None:
+    def _live_owner(self, session: Session, statement: Statement, value: str) -> str | None:
+        """Describe the live owner of a name or workspace; None if there is none."""
         row = session.execute(self._sql(statement), {"value": value}).fetchone()
-        return None if row is None else int(row[0])
-
-    def _living_owner(self, session: Session, statement: Statement, value: str) -> str | None:
-        """Name the holder of a name or workspace; None if there is none any more, or it turned out to be dead."""
-        identifier = self._living(session, statement, value)
-        if identifier is None or self._bury(session, identifier):
+        if row is None or self._gone_after_grace(session, int(row[0])):
             return None
+        (identifier,) = row
         name, hostname, pid, started_at = self._one(session, FIND_OWNER, id=identifier)
         return f"{name} (id {identifier}, pid {pid} on {hostname}, since {started_at:%Y-%m-%d %H:%M:%S %Z})"
 
-    def _bury(self, session: Session, identifier: int) -> bool:
-        """Declare a holder gone that died while there was no leader to see it; false if it lives."""
-        if identifier not in self.silent(session):
-            # A process that was killed this very moment still holds its lock for some milliseconds.
+    def _gone_after_grace(self, session: Session, identifier: int) -> bool:
+        """Declare an owner gone whose process ended while there was no leader; return false if it is live."""
+        if identifier not in self.unlinked(session):
+            # A process that has just been killed still holds its lock for some milliseconds.
             time.sleep(GRACE)
-        same_server = self.silent(session).get(identifier)
+        same_server = self.unlinked(session).get(identifier)
         if same_server is None:
             return self.is_gone(session, identifier)
         deadline = time.monotonic() + (GRACE if same_server else RELINK_GRACE)
         while time.monotonic() < deadline:
             time.sleep(GRACE / 3)
-            if identifier not in self.silent(session):
+            if identifier not in self.unlinked(session):
                 return self.is_gone(session, identifier)
         self.declare_gone(session, identifier, "its session ended")
         return self.is_gone(session, identifier)
 
     def _refuse_name(self, session: Session, name: str) -> None:
-        if owner := self._living_owner(session, FIND_NAME, name):
+        if owner := self._live_owner(session, FIND_NAME, name):
             raise NameTaken(
-                f"a living instance is called {name!r} already: {owner}. Choose another FLOTILLA_INSTANCE_NAME, leave "
-                f"it unset to be given one, or let that one leave first with `flotilla down {name}`"
+                f"a live instance is already named {name!r}: {owner}. Choose another FLOTILLA_INSTANCE_NAME, leave it "
+                f"unset to get a generated name, or stop that instance first with `flotilla down {name}`"
             )
 
-    def _refuse_workspace(self, session: Session, wanted: Registration) -> None:
-        assert wanted.workspace is not None
-        if owner := self._living_owner(session, FIND_WORKSPACE, wanted.workspace):
+    def _refuse_workspace(self, session: Session, registration: Registration) -> None:
+        assert registration.workspace is not None
+        if owner := self._live_owner(session, FIND_WORKSPACE, registration.workspace):
             raise WorkspaceTaken(
-                f"the workspace {wanted.workspace!r} is in use by {owner}. Let it leave first (`flotilla down`), "
-                f"choose another FLOTILLA_WORKSPACE, or share it with --force if you know that both may write there"
+                f"the workspace {registration.workspace!r} is in use by {owner}. Stop that instance first "
+                f"(`flotilla down`), choose another FLOTILLA_WORKSPACE, or share it with --force if that is safe"
             )
 
 
 async def list_instances(database: Database) -> list[Instance]:
-    """Read the register through the pool."""
+    """Read the registry through the pool."""
     async with database.connection() as connection, connection.cursor(row_factory=class_row(Instance)) as cursor:
         await cursor.execute(database.namespace.sql(LIST))
         return await cursor.fetchall()

@@ -55,7 +55,7 @@ from sqlalchemy.pool import NullPool
 from app.fleet.background import Service, cancel_and_wait
 from app.fleet.db.dsn import READ_COMMITTED, Addresses, pool_application, with_options
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.preflight import MARK_IS_FREE
+from app.fleet.db.preflight import MARKER_IS_FREE
 from app.fleet.errors import DatabaseUnreachable
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.logs import events
@@ -227,7 +227,7 @@ class Database(Service):
         self._in_sessions: set[PooledConnection] = set()
         self._sessions_waiting = 0
         self._sessions_refused = 0
-        self._link_mark: Callable[[], int | None] = lambda: None
+        self._link_marker: Callable[[], int | None] = lambda: None
         self._comparing: set[asyncio.Task[None]] = set()
         self._returning: set[asyncio.Task[None]] = set()
         self._most_waiting = settings.pool_max * 20
@@ -318,7 +318,7 @@ class Database(Service):
         now = time.monotonic()
         return max((now - since for since in list(self._out.values()) if since is not None), default=0.0)
 
-    def connection_out_too_long(self) -> float | None:
+    def borrowed_too_long_seconds(self) -> float | None:
         """The same, if it is longer than any transaction should last."""
         seconds = self.oldest_out_seconds()
         return seconds if seconds > OUT_TOO_LONG * (self._settings.statement_timeout or IDLE_IN_TRANSACTION) else None
@@ -342,9 +342,9 @@ class Database(Service):
             self._healthy.clear()
             self._suspected.set()
 
-    def compare_with(self, link_mark: Callable[[], int | None]) -> None:
+    def compare_with(self, link_marker: Callable[[], int | None]) -> None:
         """From now on, each new connection must lead to the database where the link's session has this lock."""
-        self._link_mark = link_mark
+        self._link_marker = link_marker
 
     def compare(self) -> None:
         """Compare in the background: the link is up, at first or again."""
@@ -424,12 +424,12 @@ class Database(Service):
 
     async def _leads_elsewhere(self, connection: Connection) -> bool:
         """Whether the lock of the link's session is free where this connection leads."""
-        mark = self._link_mark()
+        mark = self._link_marker()
         if mark is None:
             return False
-        row = await (await connection.execute(MARK_IS_FREE, [mark])).fetchone()
+        row = await (await connection.execute(MARKER_IS_FREE, [mark])).fetchone()
         # By now, the link may have broken, and another session have another lock.
-        return row == (True,) and self._link_mark() == mark
+        return row == (True,) and self._link_marker() == mark
 
     async def _configure(self, connection: Connection) -> None:
         """Prepare a new connection of the pool; raise if it leads elsewhere."""

@@ -30,12 +30,12 @@ from app.fleet.telemetry.redaction import redact
 
 OLDEST = 14
 
-TAKE_MARK = Statement("SELECT pg_advisory_lock(%s)")
+TAKE_MARKER = Statement("SELECT pg_advisory_lock(%s)")
 # Free in every other database, and taken for no longer than this statement.
-MARK_IS_FREE = Statement("SELECT pg_try_advisory_xact_lock(%s)")
+MARKER_IS_FREE = Statement("SELECT pg_try_advisory_xact_lock(%s)")
 
 
-def new_mark() -> int:
+def new_marker() -> int:
     """Draw the number of an advisory lock that no other session has. The fleet's other locks are pairs of numbers."""
     return secrets.randbits(62)
 
@@ -77,8 +77,8 @@ def check_pool(addresses: dsn.Addresses) -> Route:
     """Raise unless both addresses lead to the same database, and the pool's sessions can be READ COMMITTED."""
     try:
         with connect(addresses.direct) as direct:
-            mark = new_mark()
-            direct.execute(TAKE_MARK, [mark])
+            mark = new_marker()
+            direct.execute(TAKE_MARKER, [mark])
             return check_route(addresses, direct, mark)
     except psycopg.Error as error:
         raise translate(error, addresses) from error
@@ -87,7 +87,7 @@ def check_pool(addresses: dsn.Addresses) -> Route:
 def check_route(addresses: dsn.Addresses, direct: psycopg.Connection[TupleRow], mark: int) -> Route:
     try:
         with connect(addresses.pool) as pool:
-            if pool.execute(MARK_IS_FREE, [mark]).fetchone() == (True,):
+            if pool.execute(MARKER_IS_FREE, [mark]).fetchone() == (True,):
                 raise DatabasesDiffer(
                     f"DATABASE_URL ({dsn.place(addresses.pool)}) and DATABASE_DIRECT_URL ({addresses.place}) lead to "
                     f"different databases, or to different servers of one address: locks taken in one would guard "

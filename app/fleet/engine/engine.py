@@ -71,10 +71,10 @@ class Engine:
         self._hub = stream.hub
         self._shared = shared
         self._feed_retention = timedelta(seconds=settings.feed_retention)
-        member.on_death(rescuer.Rescue(database.namespace))
+        member.on_gone(rescuer.Rescue(database.namespace))
         shared.anomalies.add(rescuer.stuck)
         shared.anomalies.add(find_pending_too_long)
-        member.on_lost(self.executor.drop)
+        member.on_identity_lost(self.executor.drop)
         member.on_elected(self._elected)
         member.on_notification("runs", self._runs_wait)
         member.on_notification("cancel", lambda run: self.executor.cancel(int(run)))

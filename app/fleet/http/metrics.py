@@ -26,7 +26,7 @@ async def metrics(context: InContext) -> Response:
 
 def values(context: Context) -> Mapping[str, Value]:
     member, database = context.member, context.database
-    link, pool = member.link_figures, database.figures()
+    link, pool = member.link_stats, database.figures()
     identity = member.identity
     executor = context.engine.executor
     limits, breakers = context.coordination.limits, context.coordination.breakers
@@ -37,7 +37,7 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_link_up": member.holds(),
         "flotilla_link_breaks_total": link.breaks,
         "flotilla_link_relinks_total": link.relinks,
-        "flotilla_link_beat_seconds": link.last_beat_seconds,
+        "flotilla_link_beat_seconds": link.last_heartbeat_seconds,
         "flotilla_identities_lost_total": link.identities_lost,
         "flotilla_leader": member.leading,
         "flotilla_leader_terms_total": member.terms,

@@ -98,9 +98,9 @@ class Locks(Service):
         self._queue = LockQueue(self._rows, member)
         self._held = HeldLocks(database.namespace, member)
         self._tasks: list[asyncio.Task[None]] = []
-        member.on_death(self._instance_died)
-        member.on_lost(self._identity_lost)
-        member.on_beat(self._held.renew)
+        member.on_gone(self._instance_died)
+        member.on_identity_lost(self._identity_lost)
+        member.on_heartbeat(self._held.renew)
         member.on_linked(self._linked)
         member.on_notification("granted", self._queue.granted)
         member.on_notification("released", self._held.released_by_operator)

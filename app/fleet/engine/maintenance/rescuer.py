@@ -139,7 +139,7 @@ LIMIT 100
 
 
 class Rescue:
-    """What a death means for runs; called in its transaction (`registry.DeathHook`)."""
+    """What a death means for runs; called in its transaction (`registry.GoneHook`)."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._sql = namespace.sql

@@ -1,8 +1,8 @@
-"""What the command line changed is in the log of the leader: who did what.
+"""The audit log of the command line: the leader logs which operator changed what.
 
-A command reaches PostgreSQL directly and no instance. It notifies the instances in the transaction of its change, and
-the leader logs `command.audited`. A notification may be lost: while no instance leads, nothing is logged. What must be
-kept (the forced release of a lock) has a row of its own.
+A command connects to PostgreSQL and to no instance. In the transaction of its change it sends a notification, and the
+instance that is the leader logs `command.audited`. The notification may be lost, and nothing is logged while there is
+no leader. Forced releases of locks, which must be kept, are rows as well.
 """
 
 import getpass
@@ -15,8 +15,8 @@ from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.telemetry.logs import events
 
-# A notification may have 8,000 bytes.
-SUBJECT_MOST = 200
+# A notification has at most 8,000 bytes.
+MAX_SUBJECT_LENGTH = 200
 
 log = events(__name__)
 
@@ -24,23 +24,23 @@ NOTIFY = Statement("SELECT pg_notify('{channel}', 'command:' || %(done)s)")
 
 
 def operator() -> str:
-    """Return who runs this command, and where."""
+    """Return the user and host of this command."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):
-        # In a container, whose users have no names.
+        # Users in a container often have no name.
         user = f"user {os.getuid()}"
     return f"{user} on {socket.gethostname()}"
 
 
-async def announce(connection: Connection, namespace: Namespace, command: str, subject: str) -> None:
-    """Have the leader log this command, if the transaction commits."""
-    done = {"by": operator(), "command": command, "subject": subject[:SUBJECT_MOST]}
+async def notify_leader(connection: Connection, namespace: Namespace, command: str, subject: str) -> None:
+    """Let the leader log this command when the transaction commits."""
+    done = {"by": operator(), "command": command, "subject": subject[:MAX_SUBJECT_LENGTH]}
     await connection.execute(namespace.sql(NOTIFY), {"done": json.dumps(done)})
 
 
 def log_commands(member: Member) -> None:
-    """Log the commands of which this instance is notified while it is the leader."""
+    """Log the notified commands whenever this instance is the leader."""
 
     def log_if_leading(text: str) -> None:
         if member.leading:
