@@ -28,7 +28,7 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.dispatch.claim import Claimant, Place, Queue
-from app.fleet.engine.enqueue.trigger import INSERT
+from app.fleet.runs.insert import INSERT
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import distribution, percentile, verdict
 from benchmarks.throughput import pgbench

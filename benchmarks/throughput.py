@@ -27,7 +27,7 @@ from pathlib import Path
 from app.fleet.db.embedded import USER
 from app.fleet.db.namespace import Namespace
 from app.fleet.engine.dispatch.ordered import apart
-from app.fleet.engine.enqueue.trigger import INSERT, INSERT_LINED
+from app.fleet.runs.insert import INSERT, INSERT_ORDERED
 from benchmarks import peers
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import rates, verdict
@@ -139,7 +139,7 @@ def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs:
         for first in range(0, runs, AT_ONCE):
             if keys:
                 batch["ordering_keys"] = [f"line-{number % keys}" for number in range(first, first + AT_ONCE)]
-            session.execute(NAMESPACE.sql(INSERT_LINED if keys else INSERT), batch)
+            session.execute(NAMESPACE.sql(INSERT_ORDERED if keys else INSERT), batch)
         session.execute("VACUUM ANALYZE")
         session.execute("CHECKPOINT")
         began = session.execute("SELECT clock_timestamp()").fetchone()

@@ -44,7 +44,7 @@ from app.fleet.coordination.coordination import Coordination
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
-from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.edge.context import Context, Services

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.fleet import trigger
-from app.fleet.engine.enqueue.trigger import Order, current
+from app.fleet.engine.enqueue.orders import Order
+from app.fleet.engine.enqueue.trigger import current
 from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.trial_actions import EFFECTS
 

@@ -11,10 +11,10 @@ import pytest
 
 from app.fleet.cluster.registry import Registry
 from app.fleet.db.statements import array
-from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.claim import ALLOWED, CLAIM, MANY
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.writer import FINISH
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.runs.claim import Row

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from app.fleet.engine.enqueue import confirm
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import OutcomeUnknown
 from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem
@@ -112,7 +112,7 @@ async def test_a_mark_is_forgotten_with_the_run(here: LocalInstance) -> None:
 async def test_while_the_database_stays_away_the_answer_is_that_it_is_not_known(
     here: LocalInstance, proxy: Proxy, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(confirm, "PATIENCE", 0.5)
+    monkeypatch.setattr(confirm, "CONFIRM_TIMEOUT", 0.5)
     proxy.withhold_answer(SENT, then_refuse=True)
     refused = await post(here, "/actions/echo/runs", {"payload": MARKED})
     is_problem(refused, "outcome-unknown")

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute import writer
 from app.fleet.errors import PayloadInvalid
 from tests.support import trial_faults

@@ -9,7 +9,8 @@ import pytest
 
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import fetch
-from app.fleet.engine.enqueue.trigger import Order, insert, prepare
+from app.fleet.engine.enqueue.insert import insert
+from app.fleet.engine.enqueue.orders import Order, prepare
 from app.fleet.http import events as http_events
 from app.fleet.runs import feed_numbers, feed_pruner
 from app.fleet.runs.feed import Batch, Change, read_batches

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.engine.enqueue.trigger import TRY_KEY
+from app.fleet.engine.enqueue.keys import TRY_LOCK
 from app.fleet.http import idempotency
 from tests.integration.test_actions_http import get, post, runs_there_are
 from tests.integration.test_edge import is_problem
@@ -35,7 +35,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 def hold(here: LocalInstance, session: psycopg.Connection[Any], key: str) -> None:
     """Be a request with this key that is being worked on."""
-    taken = session.execute(here.running.context.database.namespace.sql(TRY_KEY), {"key": key}).fetchone()
+    taken = session.execute(here.running.context.database.namespace.sql(TRY_LOCK), {"key": key}).fetchone()
     assert taken == (True,)
 
 

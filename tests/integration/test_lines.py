@@ -14,7 +14,7 @@ from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import array
 from app.fleet.engine.dispatch import claim, ordered
 from app.fleet.engine.dispatch.ordered import LINES, ScanCursor, place_of
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.writer import FINISH
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import EngineError
@@ -592,7 +592,7 @@ async def test_what_is_no_key_is_refused_before_anything_is_written(address: str
     async with engine_harness(address, declare()) as here:
         wrong: list[Any] = ["", "x" * 201, "a\nb", "a\x00b", 7]
         for ordering_key in wrong:
-            with pytest.raises(EngineError, match="ordering_key has from 1 to 200 printable letters"):
+            with pytest.raises(EngineError, match="ordering_key must have from 1 to 200 printable characters"):
                 await here.trigger(Order("tick"), Order("tick", ordering_key=ordering_key))
         assert await here.sql("SELECT id FROM runs") == []
 

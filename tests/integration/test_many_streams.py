@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import RunUnknown
 from app.fleet.http import events as http_events
 from app.fleet.runs import feed

@@ -8,7 +8,7 @@ import pytest
 from app.fleet.db.statements import array
 from app.fleet.engine.dispatch.claim import CLAIM
 from app.fleet.engine.dispatch.ordered import LINES
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from tests.support.engine_harness import NAMESPACE, Claiming, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio

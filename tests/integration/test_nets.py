@@ -12,7 +12,7 @@ from app.fleet import Fenced, Run
 from app.fleet.cluster.registry import BATCH
 from app.fleet.db.namespace import Statement
 from app.fleet.engine.dispatch.claim import MANY
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import pruner, reconciler, rescuer
 from app.fleet.runs import events as stream
 from tests.support.engine_harness import NAMESPACE, declare, engine_harness

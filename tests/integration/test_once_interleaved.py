@@ -18,7 +18,7 @@ from app.fleet.cluster.registry import Registry
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import fetch
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance.pruner import LONG_AGO
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.engine.once.block import Block, Owner

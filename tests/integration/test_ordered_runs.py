@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import reconciler
 from app.fleet.engine.maintenance.rescuer import sweep
 from app.fleet.errors import AlreadyActive, RunNotReady

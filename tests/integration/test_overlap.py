@@ -12,7 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import AlreadyActive
 from app.fleet.db.pool import Connection
-from app.fleet.engine.enqueue.trigger import Order, Triggers
+from app.fleet.engine.enqueue.orders import Order
+from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.runs import overlap, records
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay

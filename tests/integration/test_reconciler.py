@@ -11,7 +11,7 @@ import pytest
 
 from app.fleet.db.statements import array
 from app.fleet.engine.dispatch.claim import Clock
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import reconciler
 from app.fleet.engine.maintenance.reconciler import LOOK, TURN, Reconciler
 from tests.support.engine_harness import NAMESPACE, declare, engine_harness

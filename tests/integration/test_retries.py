@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.writer import GIVE_BACK
 from app.fleet.engine.maintenance import rescuer
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness

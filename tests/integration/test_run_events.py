@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.runs.events import Event, append
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 

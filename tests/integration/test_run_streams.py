@@ -12,7 +12,7 @@ import pytest
 from alembic import command
 from app.fleet.api_keys import make_key
 from app.fleet.db import migrations
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.run import EVENT_MOST
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.http.events import Age, run_chunks

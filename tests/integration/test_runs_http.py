@@ -11,7 +11,7 @@ import pytest
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.runs import pages, records
 from app.fleet.runs.records import RunRecord
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are

@@ -9,7 +9,8 @@ import psycopg
 import pytest
 
 from app.fleet.db.namespace import Lock
-from app.fleet.engine.actions.action import Action, Catalogue
+from app.fleet.engine.actions.action import Action
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.scheduler import LOCK_DUE, READ_UNLOCKED
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
@@ -183,9 +184,9 @@ async def test_jitter_delays_the_run_and_not_the_slot(address: str) -> None:
 
 async def test_an_action_this_code_does_not_have_is_left_alone(address: str) -> None:
     async with engine_harness(address, declare(every="1h"), declare("other", every="1h")) as here:
-        here.catalogue.number({"tick": here.catalogue.id_of("tick"), "other": here.catalogue.id_of("other")})
+        here.catalogue.set_ids({"tick": here.catalogue.id_of("tick"), "other": here.catalogue.id_of("other")})
         older = Catalogue({"tick": here.catalogue["tick"]})
-        older.number({"tick": here.catalogue.id_of("tick")})
+        older.set_ids({"tick": here.catalogue.id_of("tick")})
         here.catalogue = older
         await here.due(name="other")
         await (await here.scheduler())._schedule()

@@ -10,7 +10,7 @@ import pytest
 from app.fleet import HeldLock, singleton
 from app.fleet.coordination import singletons
 from app.fleet.coordination.singletons import Singletons
-from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.errors import ActionInvalid
 from tests.support import trial_singletons
 from tests.support.runs import LocalInstance, local_instance, soon

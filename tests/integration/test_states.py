@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from app.fleet import Fenced
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from tests.support.engine_harness import declare, engine_harness
 from tests.support.runs import local_instance
 

@@ -13,11 +13,13 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db import dsn, migrations
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Database
-from app.fleet.engine.actions.action import Action, Catalogue
+from app.fleet.engine.actions.action import Action
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.claim import Claimant, Clock
 from app.fleet.engine.dispatch.scheduler import Scheduler
-from app.fleet.engine.enqueue.trigger import Order, Triggers
+from app.fleet.engine.enqueue.orders import Order
+from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay

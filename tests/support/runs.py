@@ -11,7 +11,7 @@ import pytest
 
 from app.fleet import Run
 from app.fleet.engine.engine import Engine
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.runs import records
 from app.fleet.runs.records import RunRecord
 from tests.support.postgres import BOUND

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from app.fleet import FleetError, PayloadInvalid, Run, action, trigger
 from app.fleet.duration import Rate
-from app.fleet.engine.actions.action import Action, Catalogue
+from app.fleet.engine.actions.action import Action
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.errors import ActionInvalid, ActionUnknown, SettingsError
 
 

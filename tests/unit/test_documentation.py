@@ -31,7 +31,7 @@ from app.fleet.cli import app as command_line
 from app.fleet.cluster import anomalies
 from app.fleet.db.namespace import Lock
 from app.fleet.db.schema import metadata
-from app.fleet.engine.enqueue.trigger import Order
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.run import Blocking, Run
 from app.fleet.errors import FleetError
 from app.fleet.http.edge.problems import KINDS

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.fleet.duration import format_duration, parse_duration
-from app.fleet.engine.actions.schedule import HARDLY_LATE, MADE_UP_MOST, Schedule
+from app.fleet.engine.actions.schedule import MAX_MISSED_SLOTS, SKIP_TOLERANCE, Schedule
 
 BERLIN = "Europe/Berlin"
 
@@ -136,7 +136,7 @@ def test_misfire_once_runs_for_the_latest_alone() -> None:
 
 def test_misfire_skip_runs_for_a_slot_that_is_hardly_late() -> None:
     slot = at("2026-01-01 00:00")
-    for late, runs in ((HARDLY_LATE - 1, [slot]), (HARDLY_LATE + 1, [])):
+    for late, runs in ((SKIP_TOLERANCE - 1, [slot]), (SKIP_TOLERANCE + 1, [])):
         assert every("1m").due(slot, slot + timedelta(seconds=late), "skip")[0] == runs
 
 
@@ -155,7 +155,7 @@ def test_misfire_all_makes_up_so_many_of_the_latest_slots_and_no_more(schedule: 
     while following <= now:
         due, following = schedule.due(following, now, "all")
         made += due
-    assert len(made) == MADE_UP_MOST
+    assert len(made) == MAX_MISSED_SLOTS
     assert made[-1] == schedule.latest(slot, now)
     assert all(schedule.after(sooner) == later for sooner, later in pairwise(made))
 

@@ -21,8 +21,8 @@ from app.fleet.cluster import command_audit
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import admin
-from app.fleet.engine.actions.action import Catalogue
 from app.fleet.engine.actions.admin import ActionRecord
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.settings import FleetSettings
 
 COLUMNS = ("NAME", "SCHEDULE", "STATE", "NEXT RUN", "LAST RUN", "RUNNING ON", "STANDBY")

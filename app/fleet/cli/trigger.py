@@ -18,10 +18,12 @@ from app.fleet.cli.follow import follow
 from app.fleet.cli.terminal import AsJson, command_name, connect_to_change, load_settings, write, write_json
 from app.fleet.cluster import command_audit
 from app.fleet.engine.actions import admin
-from app.fleet.engine.actions.action import PRIORITIES, Catalogue
+from app.fleet.engine.actions.action import PRIORITIES
 from app.fleet.engine.actions.admin import ActionRecord
-from app.fleet.engine.actions.synchronise import learn_ids
-from app.fleet.engine.enqueue.trigger import Order, insert, prepare
+from app.fleet.engine.actions.catalogue import Catalogue
+from app.fleet.engine.actions.synchronise import read_ids
+from app.fleet.engine.enqueue.insert import insert
+from app.fleet.engine.enqueue.orders import Order, prepare
 from app.fleet.errors import ActionUnknown, EngineError
 from app.fleet.runs import records
 from app.fleet.runs.records import RunRecord
@@ -75,7 +77,7 @@ class Triggered:
 
 async def insert_one(settings: FleetSettings, catalogue: Catalogue, order: Order) -> Triggered:
     async with connect_to_change(settings) as (connection, namespace):
-        await learn_ids(connection, namespace, catalogue)
+        await read_ids(connection, namespace, catalogue)
         try:
             prepared = prepare(catalogue, order)
         except ActionUnknown:

@@ -61,7 +61,7 @@ class Singleton:
         return self.handler(held)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.handler.__module__}.{self.handler.__qualname__}"
 
 

@@ -4,7 +4,7 @@ Rows live in the schema. Notifications go over a channel of its name. Advisory l
 the schema's own oid, which no other schema of the database can have, so two namespaces cannot collide, not even by an
 unlucky hash; `SELECT classid::regnamespace FROM pg_locks` reads back as the namespace. The second number says what is
 locked: the kind in the high bits, the row's id in the low ones. Negative ones are hashes of Idempotency-Keys
-(`engine/enqueue/trigger.py`), where a collision makes one request wait for another and no more.
+(`engine/enqueue/keys.py`), where a collision makes one request wait for another and no more.
 
 Statements are written with `{schema}`, `{class}` and `{channel}` in them and go through `Namespace.sql`. Nothing here
 depends on `search_path`, which a pooler in transaction mode would not keep.

@@ -21,7 +21,7 @@ from app.fleet.coordination import coordination
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
-from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce, synchronise
 from app.fleet.engine.dispatch.claim import LATER, Told
 from app.fleet.engine.dispatch.scheduler import Scheduler

@@ -16,7 +16,8 @@ from app.fleet.db.pool import Connection
 from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.engine.enqueue import confirm
-from app.fleet.engine.enqueue.trigger import Order, Triggered
+from app.fleet.engine.enqueue.insert import Triggered
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import ActionUnknown
 from app.fleet.http import idempotency
 from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, action_missing_here, answer, described, read, records
@@ -103,7 +104,7 @@ async def trigger(context: Context, order: Order, key: str | None) -> Triggered:
             (done,) = await triggers.trigger([keyed], connection, by="api")
             return done
 
-    return await confirm.repeated(with_lock)
+    return await confirm.repeat_until_known(with_lock)
 
 
 async def change(context: Context, name: str, how: Callable[[Connection, Namespace, str], Awaitable[None]]) -> Response:

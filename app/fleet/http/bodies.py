@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.action import PRIORITIES
-from app.fleet.engine.enqueue.trigger import Order, Triggered
+from app.fleet.engine.enqueue.insert import Triggered
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import ActionUnknown, FleetError, PayloadInvalid, RunUnknown
 from app.fleet.http.edge.context import Context
 from app.fleet.http.edge.problems import NotFound, Unavailable, listed

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from app.fleet.coordination.locks.admin import MAX_REASON_LENGTH
 from app.fleet.duration import MAX_AGE, format_duration, parse_duration
-from app.fleet.engine.enqueue.trigger import EARLIEST, KEY_MOST, LATEST
+from app.fleet.engine.enqueue.orders import EARLIEST_RUN_AT, LATEST_RUN_AT, MAX_KEY_LENGTH
 from app.fleet.validation import MAX_NAME_LENGTH
 
 strictly = json.JSONEncoder(allow_nan=False, check_circular=False).encode
@@ -38,8 +38,10 @@ def finite(payload: Any) -> Any:
 
 def within_range(instant: datetime) -> datetime:
     """Return the instant in UTC: PostgreSQL does not accept an offset of 16 hours or more."""
-    if not EARLIEST <= instant <= LATEST:
-        raise PydanticCustomError("calendar", f"must be between the years {EARLIEST.year} and {LATEST.year}")
+    if not EARLIEST_RUN_AT <= instant <= LATEST_RUN_AT:
+        raise PydanticCustomError(
+            "calendar", f"must be between the years {EARLIEST_RUN_AT.year} and {LATEST_RUN_AT.year}"
+        )
     return instant.astimezone(UTC)
 
 
@@ -59,7 +61,7 @@ def read_ago(given: object) -> timedelta | None:
     return timedelta(seconds=value)
 
 
-Key = Annotated[str, Field(min_length=1, max_length=KEY_MOST), AfterValidator(printable)]
+Key = Annotated[str, Field(min_length=1, max_length=MAX_KEY_LENGTH), AfterValidator(printable)]
 LockName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH), AfterValidator(printable)]
 ReleaseReason = Annotated[str, Field(min_length=1, max_length=MAX_REASON_LENGTH), AfterValidator(printable)]
 Payload = Annotated[Any, AfterValidator(finite)]

@@ -2,7 +2,7 @@
 
 Guarantee: at most one run for a key, as long as the run is stored.
     The key of the request becomes the key of its run. The transaction that inserts the run also inserts the key
-    (`engine/enqueue/trigger.py`). A repeated request finds the key and returns that run. The digest of the request is
+    (`engine/enqueue/keys.py`). A repeated request finds the key and returns that run. The digest of the request is
     stored too: a request with the same key and another body is refused.
 
     a second request while the first one runs    waits for up to `TIMEOUT`, then is refused with `key-in-flight`
@@ -30,7 +30,8 @@ from fastapi import Header
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection, Database
-from app.fleet.engine.enqueue.trigger import Order, take_turn
+from app.fleet.engine.enqueue.keys import lock_request_key
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import KeyInFlight, KeyReused
 from app.fleet.http.fields import Key
 
@@ -67,7 +68,7 @@ async def locked_connection(database: Database, key: str) -> AsyncIterator[Conne
 
 async def try_lock(connection: Connection, namespace: Namespace, key: str, *, last_try: bool) -> bool:
     try:
-        await take_turn(connection, namespace, key)
+        await lock_request_key(connection, namespace, key)
     except KeyInFlight:
         if last_try:
             raise

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from app.fleet.engine.actions import admin
 from app.fleet.engine.enqueue import confirm
-from app.fleet.engine.enqueue.trigger import Order, Triggered
+from app.fleet.engine.enqueue.insert import Triggered
+from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import ActionUnknown, PayloadInvalid, RunUnknown
 from app.fleet.http import idempotency
 from app.fleet.http.bodies import (
@@ -204,7 +205,7 @@ async def trigger(context: Context, orders: Sequence[Order], key: str | None) ->
             await idempotency.store_batch(connection, database.namespace, key, digest, done[0].id)
             return done
 
-    return await confirm.repeated(with_lock)
+    return await confirm.repeat_until_known(with_lock)
 
 
 def number_of(run_id: str) -> int:

@@ -1,1 +1,1 @@
-"""Actions: how they are declared, scheduled, written to the database, and administrated."""
+"""Actions: their declaration and schedule, their rows in the database, their administration."""

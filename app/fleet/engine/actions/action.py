@@ -1,48 +1,43 @@
-"""Actions: functions the service can run, and how each wants to be run.
+"""Actions: functions that the service can run, with their options.
 
     @action("feed-monitor", every="60s", overlap="skip", timeout="5m")
     async def feed_monitor(run: Run) -> None: ...
 
-The decorator checks everything at once, so that a service with a mistake in it does not start. There is no list that
-it adds to: `Catalogue.load` imports the modules of `FLOTILLA_ACTIONS`, with everything inside them, and takes the
-actions it finds there. Two actions of one name are refused, because either could be the one that runs.
+The decorator checks the options at import time, so a service with an invalid action does not start. The catalogue finds
+the actions (`catalogue.py`).
 
-An action is a function still: calling it calls the function, which is how it is tested without an engine.
+An action can be called like its function, so it can be tested without an engine.
 """
 
-import importlib
 import inspect
 import math
-import pkgutil
 import re
 import typing
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, cast
 
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
-from app.fleet.coordination.singletons import Singleton
 from app.fleet.db.stored_json import why_unreadable
 from app.fleet.duration import MAX_DURATION, Duration, Rate, format_duration, parse_duration
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
 from app.fleet.engine.execute.run import P, Run
-from app.fleet.errors import ActionInvalid, ActionUnknown, PayloadInvalid, SettingsError
+from app.fleet.errors import ActionInvalid, PayloadInvalid
 from app.fleet.validation import invalid_parts
 
 Handler = Callable[[Any], Any]
 
 NAME = re.compile(r"[a-z][a-z0-9._-]{0,99}")
 PRIORITIES = range(-1000, 1001)
-# What a payload may have, in characters of JSON.
-PAYLOAD_MOST = 1_048_576
+# In characters of JSON.
+MAX_PAYLOAD = 1_048_576
 
 
 @dataclass(frozen=True)
 class Action(Generic[P]):
-    """A named function and its options; what `@action` makes."""
+    """A named function and its options, created by `@action`."""
 
     name: str
     handler: Handler
@@ -69,7 +64,7 @@ class Action(Generic[P]):
         return self.handler(run)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.handler.__module__}.{self.handler.__qualname__}"
 
     @property
@@ -78,38 +73,38 @@ class Action(Generic[P]):
 
     @property
     def limited(self) -> bool:
-        """How many run, or start, depends on what the whole cluster does."""
-        return self.at_once is not None or self.rate is not None
+        """Whether a limit for the whole cluster applies: on running runs, or on starts."""
+        return self.max_running is not None or self.rate is not None
 
     @property
-    def at_once(self) -> int | None:
-        """How many may run at once in the whole cluster: with `overlap="queue"`, one after another."""
+    def max_running(self) -> int | None:
+        """The maximum of running runs in the whole cluster; 1 with `overlap="queue"`."""
         return 1 if self.overlap == "queue" else self.concurrency
 
     @property
     def plain(self) -> bool:
-        """Its payload is any JSON object."""
+        """Whether the payload may be any JSON object."""
         return bool(self.payload_type == dict[str, Any])
 
     def encode(self, payload: Any) -> str | None:
-        """Check a payload against the action's type and write it as JSON; nothing for an empty one."""
+        """Check a payload against the action's type and return it as JSON; None if it is empty."""
         if self.plain and (payload is None or payload == {}):
             return None
         try:
-            given = {} if payload is None else payload
-            if self.plain and not isinstance(given, dict):
-                given = pydantic_core.to_jsonable_python(given)
-            checked = self.adapter.validate_python(given)
+            value = {} if payload is None else payload
+            if self.plain and not isinstance(value, dict):
+                value = pydantic_core.to_jsonable_python(value)
+            checked = self.adapter.validate_python(value)
             text = self.adapter.dump_json(checked, by_alias=True).decode()
-            if "null" in text and has_no_json(self.adapter.dump_python(checked, by_alias=True)):
-                raise PayloadInvalid(f"the payload of {self.name!r} has a number that JSON has not: NaN or infinity")
+            if "null" in text and has_nan_or_infinity(self.adapter.dump_python(checked, by_alias=True)):
+                raise PayloadInvalid(f"the payload of {self.name!r} has a number that JSON lacks: NaN or infinity")
         except ValidationError as error:
             raise payload_invalid(self.name, error) from None
         except (pydantic_core.PydanticSerializationError, UnicodeError, RecursionError) as error:
             raise PayloadInvalid(f"the payload of {self.name!r} cannot be written as JSON: {error}") from None
-        if len(text) > PAYLOAD_MOST:
+        if len(text) > MAX_PAYLOAD:
             raise PayloadInvalid(
-                f"the payload of {self.name!r} is {len(text)} characters of JSON, and may have {PAYLOAD_MOST}: keep it "
+                f"the payload of {self.name!r} is {len(text)} characters of JSON, and may have {MAX_PAYLOAD}: keep it "
                 f"elsewhere, and a key here"
             )
         if why := why_unreadable(text):
@@ -123,17 +118,17 @@ class Action(Generic[P]):
             raise payload_invalid(self.name, error) from None
 
 
-def has_no_json(value: Any) -> bool:
-    """Find NaN and infinity, which would be written as null."""
+def has_nan_or_infinity(value: Any) -> bool:
+    """pydantic would write NaN and infinity as null."""
     if isinstance(value, dict):
-        return any(has_no_json(each) for each in value.values())
+        return any(has_nan_or_infinity(each) for each in value.values())
     if isinstance(value, list | tuple | set | frozenset):
-        return any(has_no_json(each) for each in value)
+        return any(has_nan_or_infinity(each) for each in value)
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def payload_invalid(name: str, error: ValidationError) -> PayloadInvalid:
-    """Say which field is wrong, and never repeat what was sent."""
+    """Return the error with the names of the invalid fields, but without their values."""
     errors = [
         {"field": ".".join(["payload", *(str(step) for step in part.location)]), "message": part.message}
         for part in invalid_parts(error)
@@ -142,7 +137,7 @@ def payload_invalid(name: str, error: ValidationError) -> PayloadInvalid:
     return PayloadInvalid(f"the payload does not fit the action {name!r}: {text}", errors)
 
 
-# -- declaring --------------------------------------------------------------------------------------------------------
+# -- the decorator ----------------------------------------------------------------------------------------------------
 
 AsyncHandler = Callable[[Run[P]], Awaitable[Any]]
 AnyHandler = AsyncHandler[P] | Callable[[Run[P]], Any]
@@ -166,7 +161,7 @@ def action(
     priority: int = 0,
     retention: Duration = "7d",
 ) -> Callable[[AnyHandler[P]], Action[P]]:
-    """Make a function an action of the service. docs/reference/actions.md has every option."""
+    """Declare a function as an action of the service. docs/reference/actions.md describes the options."""
 
     def declare(handler: AnyHandler[P]) -> Action[P]:
         try:
@@ -192,8 +187,8 @@ def action(
             if declared.schedule is not None:
                 check_without_payload(declared)
         except ValueError as error:
-            place = f"{handler.__module__}.{handler.__qualname__}"
-            raise ActionInvalid(f"the action {name!r} ({place}) is declared wrongly: {error}") from error
+            location = f"{handler.__module__}.{handler.__qualname__}"
+            raise ActionInvalid(f"the action {name!r} ({location}) is declared wrongly: {error}") from error
         return declared
 
     return declare
@@ -238,9 +233,9 @@ def positive(option: str, duration: Duration) -> float:
 
 
 def payload_type(handler: Handler) -> Any:
-    """Read the type of the payload from the annotation: `Run[Filing]`; a plain `Run` has any JSON object."""
+    """Return the payload's type from the annotation `Run[Filing]`; `Run` alone means any JSON object."""
     if inspect.isasyncgenfunction(handler) or inspect.isgeneratorfunction(handler):
-        raise ValueError("an action cannot be a generator: use `run.emit` to tell what happens")
+        raise ValueError("an action cannot be a generator: use `run.emit` to report progress")
     parameters = list(inspect.signature(handler).parameters.values())
     if len([each for each in parameters if each.default is each.empty]) != 1:
         raise ValueError("an action takes one argument, the run: `async def name(run: Run) -> None`")
@@ -254,88 +249,3 @@ def payload_type(handler: Handler) -> Any:
     if typing.get_origin(annotation) is not Run:
         raise ValueError(f"its argument is a `Run` or a `Run[Payload]`, and not {annotation!r}")
     return typing.get_args(annotation)[0]
-
-
-# -- finding them -----------------------------------------------------------------------------------------------------
-
-
-Declared = TypeVar("Declared", Action[Any], Singleton)
-
-
-class Catalogue:
-    """The actions of this instance's code, by name; by id once they are in the database (`synchronise.py`)."""
-
-    def __init__(self, actions: Mapping[str, Action[Any]], singletons: Mapping[str, Singleton] | None = None) -> None:
-        self._by_name = dict(actions)
-        self.singletons = list((singletons or {}).values())
-        self._by_id: dict[int, Action[Any]] = {}
-        self._ids: dict[str, int] = {}
-
-    @classmethod
-    def load(cls, modules: Sequence[str]) -> Self:
-        """Import these modules, packages with all they contain, and take their actions."""
-        actions: dict[str, Action[Any]] = {}
-        singletons: dict[str, Singleton] = {}
-        for module in (each for name in modules for each in imported(name)):
-            for value in vars(module).values():
-                if isinstance(value, Action):
-                    keep(actions, value, "two actions are called")
-                elif isinstance(value, Singleton):
-                    keep(singletons, value, "two singletons are called")
-        return cls(actions, singletons)
-
-    def __iter__(self) -> Iterator[Action[Any]]:
-        return iter(self._by_name.values())
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def number(self, ids: Mapping[str, int]) -> None:
-        """Learn the ids that the database gave."""
-        self._ids = dict(ids)
-        self._by_id = {ids[name]: each for name, each in self._by_name.items() if name in ids}
-
-    @property
-    def ids(self) -> list[int]:
-        return list(self._by_id)
-
-    def id_of(self, name: str) -> int:
-        action = self[name]
-        try:
-            return self._ids[action.name]
-        except KeyError:
-            raise ActionUnknown(
-                f"the action {name!r} is in the code and not in the database yet: the first instance that starts with "
-                f"it brings it there (`flotilla up`)"
-            ) from None
-
-    def of_id(self, identifier: int) -> Action[Any] | None:
-        return self._by_id.get(identifier)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
-
-    def __getitem__(self, name: str) -> Action[Any]:
-        try:
-            return self._by_name[name]
-        except KeyError:
-            raise ActionUnknown(f"there is no action {name!r}: `flotilla actions` or GET /actions lists them") from None
-
-
-def keep(found: dict[str, Declared], value: Declared, two_are_called: str) -> None:
-    other = found.setdefault(value.name, value)
-    if other is not value:
-        raise ActionInvalid(f"{two_are_called} {value.name!r}: {other.place} and {value.place}; rename one")
-
-
-def imported(name: str) -> Iterator[ModuleType]:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise SettingsError(f"FLOTILLA_ACTIONS names {name!r}, and there is no such module") from error
-        raise
-    yield module
-    if hasattr(module, "__path__"):
-        for each in sorted(pkgutil.walk_packages(module.__path__, f"{name}."), key=lambda found: found.name):
-            yield importlib.import_module(each.name)

@@ -1,21 +1,20 @@
-"""Actions as one reads them: what the database says of each, and what an operator may do to one: pause it, resume it.
+"""Administration of actions: listing them, pausing and resuming one.
 
-One statement for the whole list, however many actions, instances and finished runs there are. It finds the last run of
-each action by stepping through indexes, so that neither history nor a backlog makes it slow. The last run is the newest
-of those that ended, those that run, and, of those that wait, the one at the end of the queue of each priority.
+One statement reads the whole list. It finds the last run of each action by steps through indexes, so neither the number
+of finished runs nor a backlog makes it slow. The last run is the newest of the finished runs, the running runs, and the
+last run of each queue (action and priority).
 
-An action that nobody's code has any more is `vanished`: it keeps its runs and its pause, and nobody schedules or claims
-it. What only code knows, its summary, is known for the actions of this instance.
+An action that no living instance has in its code is `vanished`: its runs and its pause stay, and no instance schedules
+or claims it. The summary of an action is only in the code, so it is returned only for the actions of this instance.
 
-Pausing writes to the action's row, which the scheduler locks while it makes the run of a slot
-(`dispatch/scheduler.py`): its transaction has committed by then, or sees the pause. A claim that is under way at that
-moment may still start runs.
+Pausing writes the action's row. The scheduler locks that row while it inserts the run of a slot
+(`dispatch/scheduler.py`), so the scheduler either has committed before the pause, or sees it. A claim that is under way
+may still start runs. Pausing and resuming are short transactions of their own, because claims and the scheduler skip an
+action whose row is locked.
 
-Both are short transactions of their own, because claims and the scheduler leave an action alone whose row is locked.
-
-Resuming goes on with the next slot after now: slots during the pause were not missed, they were not wanted. Slots are
-counted on from the last one, as everywhere, so that a pause does not move those that follow. Resuming what is not
-paused does nothing at all: a slot that has just become due stays due.
+A resumed action continues with the next slot after now: slots during the pause are not missed slots. The next slot is
+computed from the last one, as always, so a pause does not move the following slots. Resuming an action that is not
+paused does nothing, so a slot that is due stays due.
 """
 
 import re
@@ -28,7 +27,8 @@ from psycopg.rows import dict_row
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.duration import format_duration
-from app.fleet.engine.actions.action import NAME, Catalogue
+from app.fleet.engine.actions.action import NAME
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
 from app.fleet.engine.dispatch.claim import SHORT
 from app.fleet.errors import ActionUnknown
@@ -41,7 +41,7 @@ ActionState = Literal["active", "paused", "vanished"]
 
 @dataclass(frozen=True, slots=True)
 class ActionRecord:
-    """An action, as everyone sees it."""
+    """An action, as `GET /actions` and the command line show it."""
 
     name: str
     summary: str | None
@@ -49,7 +49,7 @@ class ActionRecord:
     state: ActionState
     next_run_at: datetime | None
     last_run: ListedRun | None
-    # Names of instances: those that run it now, and those whose code has it.
+    # Names of instances: those with running runs of it, and those that have it in their code.
     running_on: list[str]
     standby: list[str]
     overlap: Overlap
@@ -61,9 +61,9 @@ class ActionRecord:
     retention: str
 
 
-# The priorities at which runs of `a` wait: from one to the next through the index, and never through a queue.
+# The priorities at which the action `a` has pending runs: one index probe for each priority, however long its queue.
 PRIORITIES = """
-    WITH RECURSIVE place AS (
+    WITH RECURSIVE priorities AS (
         (
             SELECT priority
             FROM {schema}.runs
@@ -73,7 +73,7 @@ PRIORITIES = """
         )
         UNION ALL
         SELECT n.priority
-        FROM place AS p, LATERAL (
+        FROM priorities AS p, LATERAL (
             SELECT priority
             FROM {schema}.runs
             WHERE state = 'pending' AND action_id = a.id AND priority > p.priority
@@ -83,10 +83,10 @@ PRIORITIES = """
     )
 """
 
-# `last`: by all columns of the index and not by the id alone, which would invite the planner to walk back through the
-# whole history for an action that has none. It finds the last entry at or before this action's in each of the states,
-# which may be another's.
-LOOK = Statement(f"""
+# The subquery `last` is ordered by all columns of the index. If it were ordered by the id alone, the planner might scan
+# all finished runs for an action that has none. It finds the last entry at or below (action, state) in the index, which
+# may belong to another action; the condition outside removes that entry.
+LIST = Statement(f"""
 WITH running AS (
     SELECT r.action_id, max(r.id) AS newest, array_agg(DISTINCT r.instance ORDER BY r.instance) AS instances
     FROM {{schema}}.runs AS r
@@ -120,7 +120,7 @@ LEFT JOIN LATERAL (
 LEFT JOIN LATERAL (
     {PRIORITIES}
     SELECT max(q.id) AS last
-    FROM place AS p, LATERAL (
+    FROM priorities AS p, LATERAL (
         SELECT id
         FROM {{schema}}.runs
         WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
@@ -148,13 +148,13 @@ WHERE id = %(id)s
 RETURNING pg_notify('{channel}', 'slots:')
 """)
 
-TELL_WAITING = Statement(f"""
-WITH waiting AS (
+NOTIFY_PENDING = Statement(f"""
+WITH pending AS (
     SELECT a.id AS action_id, w.priority, w.run_at
     FROM {{schema}}.actions AS a, LATERAL (
         {PRIORITIES}
         SELECT p.priority, q.run_at
-        FROM place AS p, LATERAL (
+        FROM priorities AS p, LATERAL (
             SELECT run_at
             FROM {{schema}}.runs
             WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
@@ -164,42 +164,42 @@ WITH waiting AS (
     ) AS w
     WHERE a.id = %(id)s
 )
-{notify_sql("waiting")}
+{notify_sql("pending")}
 """)
 
-ID = Statement("SELECT id FROM {schema}.actions WHERE name = %(name)s")
+FIND_ID = Statement("SELECT id FROM {schema}.actions WHERE name = %(name)s")
 
 
 async def find(connection: Connection, namespace: Namespace, catalogue: Catalogue, name: str) -> ActionRecord:
-    found = await look(connection, namespace, catalogue, name) if NAME.fullmatch(name) else []
+    found = await read(connection, namespace, catalogue, name) if NAME.fullmatch(name) else []
     if not found:
         raise unknown(name)
     return found[0]
 
 
 async def find_all(connection: Connection, namespace: Namespace, catalogue: Catalogue) -> list[ActionRecord]:
-    """Return every action there is or was, by name."""
-    return await look(connection, namespace, catalogue, None)
+    """Return all actions, including vanished ones, by name."""
+    return await read(connection, namespace, catalogue, None)
 
 
 async def id_of(connection: Connection, namespace: Namespace, name: str) -> int:
-    """Return the id of an action, whether our code has it or not."""
+    """Return the id of an action, whether it is in the code of this instance or not."""
     rows = []
     if NAME.fullmatch(name):
-        rows = await (await connection.execute(namespace.sql(ID), {"name": name})).fetchall()
+        rows = await (await connection.execute(namespace.sql(FIND_ID), {"name": name})).fetchall()
     if not rows:
         raise unknown(name)
     return int(rows[0][0])
 
 
 async def pause(connection: Connection, namespace: Namespace, name: str) -> None:
-    """Have nothing scheduled or claimed of it from now on, until it is resumed."""
+    """Pause an action: no run of it is scheduled or claimed until it is resumed."""
     identifier = await id_of(connection, namespace, name)
     await connection.execute(namespace.sql(PAUSE), {"id": identifier})
 
 
 async def resume(connection: Connection, namespace: Namespace, name: str) -> None:
-    """Go on with its next slot, and with the runs that wait."""
+    """Resume an action, with its next slot and its pending runs."""
     identifier = await id_of(connection, namespace, name)
     async with connection.transaction():
         await connection.execute(SHORT)
@@ -215,18 +215,18 @@ async def resume_in(connection: Connection, namespace: Namespace, identifier: in
         slots = Schedule.parse(schedule)
         next_run_at = slots.after(slots.latest(next_run_at, now))
     await connection.execute(namespace.sql(RESUME), {"id": identifier, "next": next_run_at})
-    await connection.execute(namespace.sql(TELL_WAITING), {"id": identifier})
+    await connection.execute(namespace.sql(NOTIFY_PENDING), {"id": identifier})
 
 
-async def look(
+async def read(
     connection: Connection, namespace: Namespace, catalogue: Catalogue, name: str | None
 ) -> list[ActionRecord]:
     async with connection.cursor(row_factory=dict_row) as cursor:
-        await cursor.execute(namespace.sql(LOOK), {"name": name})
+        await cursor.execute(namespace.sql(LIST), {"name": name})
         rows = await cursor.fetchall()
-    wanted = [row["last_run"] for row in rows if row["last_run"] is not None]
-    last = {run.id: run for run in await pages.find_listed(connection, namespace, wanted)} if wanted else {}
-    # One that was forgotten between the two statements is none.
+    ids = [row["last_run"] for row in rows if row["last_run"] is not None]
+    last = {run.id: run for run in await pages.find_listed(connection, namespace, ids)} if ids else {}
+    # A run that was pruned between the two statements is left out.
     return [record(row, catalogue, last.get(row["last_run"])) for row in rows]
 
 
@@ -237,7 +237,7 @@ def record(row: dict[str, Any], catalogue: Catalogue, last_run: ListedRun | None
         summary=(catalogue[row["name"]].summary or None) if row["name"] in catalogue else None,
         schedule=row["schedule"],
         state=state,
-        # Kept in the table for when it goes on; until then, nothing is next.
+        # The table keeps the next slot of a paused action, but it is not due then.
         next_run_at=row["next_run_at"] if state == "active" else None,
         last_run=last_run,
         running_on=row["running_on"],
@@ -247,7 +247,7 @@ def record(row: dict[str, Any], catalogue: Catalogue, last_run: ListedRun | None
         priority=row["priority"],
         max_attempts=row["max_attempts"],
         concurrency=row["concurrency"],
-        rate=rate(row["rate_interval"], row["rate_burst"]),
+        rate=format_rate(row["rate_interval"], row["rate_burst"]),
         retention=format_duration(row["retention"]),
     )
 
@@ -258,8 +258,8 @@ def state_of(row: dict[str, Any]) -> ActionState:
     return "paused" if row["paused"] else "active"
 
 
-def rate(interval: float | None, burst: int | None) -> str | None:
-    """Write a rate the way it can be declared: `10/s`, `5/10s`."""
+def format_rate(interval: float | None, burst: int | None) -> str | None:
+    """Format a rate as it is declared: `10/s`, `5/10s`."""
     if interval is None or burst is None:
         return None
     return re.sub(r"/1(?=[a-z])", "/", f"{burst}/{format_duration(round(interval * burst, 3))}")

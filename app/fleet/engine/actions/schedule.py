@@ -1,15 +1,14 @@
-"""When an action is due: `every` so long, or `cron` in a time zone.
+"""Schedules: an action is due `every` interval, or by a `cron` expression in a time zone.
 
-A slot is an instant at which an action is due. Slots are counted on from the last slot and never from the clock, so
-that a late start moves none of those that follow. `every` counts seconds that really pass; `cron` reads the clock on
-the wall of its zone, and goes through a change to or from daylight-saving time as Debian's cron does: what falls into
-the missing hour runs right after it, once; what falls into the doubled hour runs once, unless it runs every hour or
-more often, and then it runs in both.
+A slot is an instant at which an action is due. Each slot is computed from the previous slot, not from the clock, so a
+late start does not move the following slots. `every` counts elapsed seconds. `cron` uses the local time of its zone,
+and handles changes of daylight-saving time like Debian's cron: a slot in the missing hour is due once, right after it;
+a slot in the repeated hour is due once, or twice if the action is due at least every hour.
 
-    after an outage, slots were missed    misfire     runs
-                                          once        one, for the latest of them
-                                          all         one for each of the latest `MADE_UP_MOST`
-                                          skip        none; one for the latest if that is hardly late (`HARDLY_LATE`)
+    misfire     runs for slots that were missed during an outage
+    once        one run, for the latest slot
+    all         one run for each of the latest `MAX_MISSED_SLOTS` slots
+    skip        none; but one for the latest slot if it is at most `SKIP_TOLERANCE` late
 """
 
 import re
@@ -28,18 +27,18 @@ from app.fleet.duration import MAX_DURATION, Duration, format_duration, parse_du
 Misfire = Literal["once", "all", "skip"]
 Overlap = Literal["skip", "queue", "allow"]
 
-HARDLY_LATE = 10.0
-# How many missed slots one claim takes on; the next claim goes on from there.
-AT_ONCE = 100
-# With misfire="all", how many missed slots an action makes up. One that was gone for months makes no flood of runs.
-MADE_UP_MOST = 1000
-SHORTEST = 0.1
+SKIP_TOLERANCE = 10.0
+# With misfire="all", how many missed slots one transaction of the scheduler handles; the next one continues.
+SLOTS_AT_ONCE = 100
+# With misfire="all", how many missed slots are handled at all. After months, there is no flood of runs.
+MAX_MISSED_SLOTS = 1000
+MIN_INTERVAL = 0.1
 TEXT = re.compile(r"(?:every (?P<every>\S+)|cron (?P<cron>.+) in (?P<zone>\S+?))(?: jitter (?P<jitter>\S+))?")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One of `every` and `cron`."""
+    """Either `every` or `cron`."""
 
     every: float | None = None
     cron: str | None = None
@@ -48,7 +47,7 @@ class Schedule:
 
     @classmethod
     def of(cls, every: Duration | None, cron: str | None, zone: str, jitter: Duration | None) -> Self | None:
-        """Check what was declared; raise `ValueError` with what is wrong."""
+        """Return the schedule of these options, None without one; raise `ValueError` if they are invalid."""
         if every is not None and cron is not None:
             raise ValueError("give `every` or `cron`, not both")
         if every is None and cron is None:
@@ -66,7 +65,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `str()` wrote."""
+        """Parse the text that `str()` returned."""
         found = TEXT.fullmatch(text)
         if found is None:
             raise ValueError(f"{text!r} is not a schedule")
@@ -85,42 +84,42 @@ class Schedule:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def after(self, instant: datetime) -> datetime:
-        """Return the slot that follows a slot; or the first one, counted from now."""
+        """Return the slot after this slot; or after now, for the first slot."""
         if self.every is not None:
             return instant + timedelta(seconds=self.every)
         return next_tick(self, instant)
 
     def latest(self, slot: datetime, now: datetime) -> datetime:
-        """Return the last slot that is due by now, `slot` itself being due."""
+        """Return the latest slot that is due; `slot` is due."""
         if self.every is not None:
             return slot + timedelta(seconds=self.every) * ((now - slot) // timedelta(seconds=self.every))
         if self.after(slot) > now:
             return slot
-        # Backwards from just after now: an outage may have been long.
+        # Backwards from now, because there may be very many slots since `slot`.
         return max(slot, next(self.ticks(now + timedelta(microseconds=1), backwards=True)))
 
     def due(self, slot: datetime, now: datetime, misfire: Misfire) -> tuple[list[datetime], datetime]:
-        """Return the slots to run for, `slot` being due by now, and the slot that is next."""
+        """Return the slots that get a run, and the next slot; `slot` is due."""
         if misfire == "all":
-            due = [self._first_made_up(slot, now)]
-            while len(due) < AT_ONCE and (following := self.after(due[-1])) <= now:
+            due = [self._first_missed(slot, now)]
+            while len(due) < SLOTS_AT_ONCE and (following := self.after(due[-1])) <= now:
                 due.append(following)
             return due, self.after(due[-1])
         latest = self.latest(slot, now)
         late = (now - latest).total_seconds()
-        return ([] if misfire == "skip" and late > HARDLY_LATE else [latest]), self.after(latest)
+        return ([] if misfire == "skip" and late > SKIP_TOLERANCE else [latest]), self.after(latest)
 
-    def _first_made_up(self, slot: datetime, now: datetime) -> datetime:
-        """Return the first slot that is not too long ago to be made up, `slot` being due by now."""
+    def _first_missed(self, slot: datetime, now: datetime) -> datetime:
+        """Return the first of the latest `MAX_MISSED_SLOTS` slots since `slot`, which is due."""
         if self.every is not None:
             step = timedelta(seconds=self.every)
-            return slot + step * max(0, (now - slot) // step + 1 - MADE_UP_MOST)
-        # Two ticks are at least a second apart.
-        if now - slot < timedelta(seconds=MADE_UP_MOST):
+            return slot + step * max(0, (now - slot) // step + 1 - MAX_MISSED_SLOTS)
+        # Ticks are at least a second apart.
+        if now - slot < timedelta(seconds=MAX_MISSED_SLOTS):
             return slot
         ticks = self.ticks(now + timedelta(microseconds=1), backwards=True)
-        later = list(islice(takewhile(lambda tick: tick > slot, ticks), MADE_UP_MOST))
-        return later[-1] if len(later) == MADE_UP_MOST else slot
+        later = list(islice(takewhile(lambda tick: tick > slot, ticks), MAX_MISSED_SLOTS))
+        return later[-1] if len(later) == MAX_MISSED_SLOTS else slot
 
     def ticks(self, start: datetime, *, backwards: bool = False) -> Iterator[datetime]:
         assert self.cron is not None
@@ -128,8 +127,8 @@ class Schedule:
         return (tick.astimezone(UTC) for tick in ticks)
 
     def _check(self) -> None:
-        if self.every is not None and not SHORTEST <= self.every <= MAX_DURATION:
-            bounds = f"from {format_duration(SHORTEST)} to {format_duration(MAX_DURATION)}"
+        if self.every is not None and not MIN_INTERVAL <= self.every <= MAX_DURATION:
+            bounds = f"from {format_duration(MIN_INTERVAL)} to {format_duration(MAX_DURATION)}"
             raise ValueError(f"`every` is {self.every:g} s, and must be {bounds}")
         try:
             ZoneInfo(self.zone)
@@ -148,5 +147,5 @@ class Schedule:
 
 @lru_cache(maxsize=10_000)
 def next_tick(schedule: Schedule, instant: datetime) -> datetime:
-    """Return the next tick of a cron schedule. Kept, because a thousand actions may share one, and a moment."""
+    """Return the next tick of a cron schedule. Cached: a thousand actions may have the same schedule and slot."""
     return next(schedule.ticks(instant))

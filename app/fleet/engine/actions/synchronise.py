@@ -1,25 +1,25 @@
-"""What the code declares becomes what the database says, at every start.
+"""Synchronisation: at every start, an instance writes its actions' declarations to the database.
 
-Two statements: one adds the actions that the database does not have, in the order of their names; one changes those
-that were declared otherwise before, in the order of their ids, as everywhere. So instances that start together wait for
-each other and never in a circle. The scheduler and claims never wait for an action's row, so neither can be
-part of a circle. A start that the server ends for a deadlock all the same is repeated (`engine/engine.py`).
+One statement inserts the actions that the database does not have, in the order of their names. Another one updates the
+actions whose declaration has changed, in the order of their ids, as all statements do. So instances that start at the
+same time can wait for each other but do not deadlock. The scheduler and claims do not wait for the row of an action, so
+they cannot be part of a deadlock. If PostgreSQL reports one nevertheless, the start is repeated (`engine/engine.py`).
 
 Only a new action draws an id: ids have 28 bits and are never reused.
 
-    what was declared otherwise     then
-    `every`                         the next slot is the old one or one interval from now, whichever is earlier: two
-                                    releases that take turns, with restarts more frequent than the interval, would
-                                    otherwise put it off for ever
-    `cron`                          the next slot is the next one of the expression
-    nothing about the schedule      the next slot stays, however often the instances restart
-    `rate`                          holds from the next claim on: as many starts as count against the old one count
-                                    against the new one, and never more than it allows at once
+    changed option      effect
+    `every`             the next slot is the old one, or one interval from now, whichever is earlier. Otherwise, two
+                        releases that start alternately, more often than the interval, would postpone it for ever
+    `cron`              the next slot is the next one of the expression
+    no schedule option  the next slot stays, however often instances restart
+    `rate`              applies from the next claim: the starts that count against the old rate count against the new
+                        one, but no more than its burst
 
-A pause is the operator's and is left alone. An action that the code has no more stays in the table with its runs; it
-is claimed and scheduled by nobody.
+A pause belongs to the operator and stays. An action that the code no longer has keeps its row and its runs; no instance
+claims or schedules it.
 
-While releases are mixed, the last instance to start decides, for all: scheduling and limits go by the table.
+While instances of different releases run, all of them use the declaration that was written last: the scheduler and the
+limits read it from the table.
 """
 
 import json
@@ -28,9 +28,10 @@ from typing import Any
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
-from app.fleet.engine.actions.action import Action, Catalogue
+from app.fleet.engine.actions.action import Action
+from app.fleet.engine.actions.catalogue import Catalogue
 
-NOW = Statement("SELECT clock_timestamp()")
+READ_CLOCK = Statement("SELECT clock_timestamp()")
 
 DECLARED = """jsonb_to_recordset(%(declared)s::jsonb) AS d (
     name text, schedule text, misfire text, overlap text, priority int, max_attempts int, retention float8,
@@ -38,8 +39,9 @@ DECLARED = """jsonb_to_recordset(%(declared)s::jsonb) AS d (
     max_retry_delay float8
 )"""
 
-# Another instance that starts at this moment may add the same ones: the second waits for the first, and then compares.
-ADD = Statement(f"""
+# Another instance may insert the same actions at the same time: the second one waits for the first, and inserts
+# nothing; then it compares the declarations.
+INSERT = Statement(f"""
 INSERT INTO {{schema}}.actions (
     name, schedule, misfire, overlap, priority, max_attempts, retention, concurrency, rate_interval, rate_burst,
     next_run_at, retry_delay, max_retry_delay
@@ -52,7 +54,7 @@ ORDER BY d.name
 ON CONFLICT (name) DO NOTHING
 """)
 
-CHANGE = Statement(f"""
+UPDATE = Statement(f"""
 WITH changed AS MATERIALIZED (
     SELECT a.id, d.*
     FROM {{schema}}.actions AS a
@@ -94,7 +96,7 @@ FROM changed AS d
 WHERE a.id = d.id
 """)
 
-IDS = Statement("SELECT name, id FROM {schema}.actions WHERE name = ANY (%(names)s)")
+READ_IDS = Statement("SELECT name, id FROM {schema}.actions WHERE name = ANY (%(names)s)")
 
 ANNOUNCE = Statement("""
 INSERT INTO {schema}.standby (instance_id, action_ids)
@@ -104,20 +106,20 @@ ON CONFLICT (instance_id) DO UPDATE SET action_ids = excluded.action_ids
 
 
 async def synchronise(connection: Connection, namespace: Namespace, catalogue: Catalogue) -> None:
-    """Write what is declared, and learn the ids."""
-    row = await (await connection.execute(namespace.sql(NOW))).fetchone()
+    """Write the declarations, and read the ids."""
+    row = await (await connection.execute(namespace.sql(READ_CLOCK))).fetchone()
     assert row is not None
     declared = json.dumps([declaration(action, row[0]) for action in catalogue])
-    for statement in (ADD, CHANGE):
+    for statement in (INSERT, UPDATE):
         await connection.execute(namespace.sql(statement), {"declared": declared})
-    await learn_ids(connection, namespace, catalogue)
+    await read_ids(connection, namespace, catalogue)
 
 
-async def learn_ids(connection: Connection, namespace: Namespace, catalogue: Catalogue) -> None:
-    """Learn the ids of those that the database has, and write nothing."""
+async def read_ids(connection: Connection, namespace: Namespace, catalogue: Catalogue) -> None:
+    """Read the ids of the actions that are in the database, and write nothing."""
     names = [action.name for action in catalogue]
-    rows = await (await connection.execute(namespace.sql(IDS), {"names": names})).fetchall()
-    catalogue.number(dict(rows))
+    rows = await (await connection.execute(namespace.sql(READ_IDS), {"names": names})).fetchall()
+    catalogue.set_ids(dict(rows))
 
 
 def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:
         "priority": action.priority,
         "max_attempts": action.max_attempts,
         "retention": action.retention,
-        "concurrency": action.at_once,
+        "concurrency": action.max_running,
         "rate_interval": None if action.rate is None else action.rate.interval,
         "rate_burst": None if action.rate is None else action.rate.burst,
         "next_run_at": None if schedule is None else schedule.after(now).isoformat(),
@@ -141,5 +143,5 @@ def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:
 
 
 async def announce(connection: Connection, namespace: Namespace, me: int, actions: list[int]) -> None:
-    """Say which actions this instance stands by for."""
+    """Write which actions this instance can run."""
     await connection.execute(namespace.sql(ANNOUNCE), {"me": me, "actions": actions})

@@ -57,7 +57,8 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import array
-from app.fleet.engine.actions.action import PAYLOAD_MOST, Action, Catalogue
+from app.fleet.engine.actions.action import MAX_PAYLOAD, Action
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.dispatch import ordered
 from app.fleet.engine.dispatch.ordered import LINES, ScanCursor
 from app.fleet.engine.execute.run import STATE_MOST
@@ -116,7 +117,7 @@ SELECT {row()}, {too_many} FROM claimed
 CLAIM = Statement(claim(WEIGHT, PICKED, TOO_MANY))
 # So few that they cannot be too heavy together.
 CLAIM_FEW = Statement(claim("0", "picked AS (SELECT id FROM found)", "NULL::int8"))
-FEW = HEAVY // (PAYLOAD_MOST + STATE_MOST)
+FEW = HEAVY // (MAX_PAYLOAD + STATE_MOST)
 
 # Those that somebody else is claiming right now are left out; there will be another time.
 LOCK_LIMITED = Statement("""

@@ -41,7 +41,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Lock, Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import array
-from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Schedule
 from app.fleet.engine.dispatch.claim import SHORT, Clock
 from app.fleet.errors import DatabaseError

@@ -39,7 +39,8 @@ from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool import Database
 from app.fleet.duration import MAX_DURATION, parse_duration
-from app.fleet.engine.actions.action import Action, Catalogue
+from app.fleet.engine.actions.action import Action
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.dispatch.claim import MANY, Claimant, Clock
 from app.fleet.engine.execute.containment import contain_tasks
 from app.fleet.engine.execute.failures import FailureLog

@@ -42,7 +42,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection, Database
 from app.fleet.db.statements import array
-from app.fleet.engine.actions.action import Catalogue
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.execute.run import Run

@@ -1,8 +1,8 @@
-WITH waiting AS (
+WITH pending AS (
     SELECT a.id AS action_id, w.priority, w.run_at
     FROM "flotilla".actions AS a, LATERAL (
         
-    WITH RECURSIVE place AS (
+    WITH RECURSIVE priorities AS (
         (
             SELECT priority
             FROM "flotilla".runs
@@ -12,7 +12,7 @@ WITH waiting AS (
         )
         UNION ALL
         SELECT n.priority
-        FROM place AS p, LATERAL (
+        FROM priorities AS p, LATERAL (
             SELECT priority
             FROM "flotilla".runs
             WHERE state = 'pending' AND action_id = a.id AND priority > p.priority
@@ -22,7 +22,7 @@ WITH waiting AS (
     )
 
         SELECT p.priority, q.run_at
-        FROM place AS p, LATERAL (
+        FROM priorities AS p, LATERAL (
             SELECT run_at
             FROM "flotilla".runs
             WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
@@ -37,7 +37,7 @@ WITH waiting AS (
     FROM (
         SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
                row_number() OVER () / 200 AS page
-        FROM waiting
+        FROM pending
         GROUP BY action_id, priority
     ) AS p
     GROUP BY page

@@ -1,12 +1,12 @@
 WITH added AS (
-    INSERT INTO "flotilla".runs (id, key, ordering_key, action_id, priority, run_at, max_attempts, payload, trigger)
-    SELECT id, key, ordering_key, action_id, priority, coalesce(run_at, now()), max_attempts, payload::json, %(trigger)s
-    FROM unnest(%(ids)s::int8[], %(keys)s::text[], %(ordering_keys)s::text[], %(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[],
+    INSERT INTO "flotilla".runs (id, key, action_id, priority, run_at, max_attempts, payload, trigger)
+    SELECT id, key, action_id, priority, coalesce(run_at, now()), max_attempts, payload::json, %(trigger)s
+    FROM unnest(%(ids)s::int8[], %(keys)s::text[], %(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[],
                 %(max_attempts)s::int[], %(payloads)s::text[])
-         WITH ORDINALITY AS o (id, key, ordering_key, action_id, priority, run_at, max_attempts, payload, place)
-    ORDER BY place
+         WITH ORDINALITY AS o (id, key, action_id, priority, run_at, max_attempts, payload, ordinal)
+    ORDER BY ordinal
     RETURNING id, run_at, created_at, action_id, priority, events, attempt, instance
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
@@ -14,7 +14,7 @@ WITH added AS (
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
-), told AS (
+), notified AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
@@ -32,4 +32,4 @@ WITH added AS (
     WHERE %(mark)s::text IS NOT NULL
     HAVING count(*) > 0
 )
-SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM told) AS t ORDER BY id
+SELECT id, run_at, created_at FROM added, (SELECT count(*) FROM notified) AS n ORDER BY id

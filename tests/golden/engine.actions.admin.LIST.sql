@@ -30,7 +30,7 @@ LEFT JOIN LATERAL (
 ) AS e ON true
 LEFT JOIN LATERAL (
     
-    WITH RECURSIVE place AS (
+    WITH RECURSIVE priorities AS (
         (
             SELECT priority
             FROM "flotilla".runs
@@ -40,7 +40,7 @@ LEFT JOIN LATERAL (
         )
         UNION ALL
         SELECT n.priority
-        FROM place AS p, LATERAL (
+        FROM priorities AS p, LATERAL (
             SELECT priority
             FROM "flotilla".runs
             WHERE state = 'pending' AND action_id = a.id AND priority > p.priority
@@ -50,7 +50,7 @@ LEFT JOIN LATERAL (
     )
 
     SELECT max(q.id) AS last
-    FROM place AS p, LATERAL (
+    FROM priorities AS p, LATERAL (
         SELECT id
         FROM "flotilla".runs
         WHERE state = 'pending' AND action_id = a.id AND priority = p.priority

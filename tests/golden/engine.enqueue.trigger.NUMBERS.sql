@@ -1,1 +1,0 @@
-SELECT nextval('"flotilla".runs_id_seq') FROM generate_series(1, %(many)s)
