@@ -28,7 +28,7 @@ from typing import Any, Self
 import httpx
 import psycopg
 
-from tests.support.fleet import NOBODY, Fleet, InstanceProcess
+from tests.support.fleet import NO_TRUST, Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually
 from tests.support.trial_actions import EFFECTS
 
@@ -134,7 +134,7 @@ class Producer:
         try:
             numbers = count()
             began, sent = time.monotonic(), 0
-            with httpx.Client(timeout=10, verify=NOBODY) as client:
+            with httpx.Client(timeout=10, verify=NO_TRUST) as client:
                 while not self._stopping.wait(BEAT):
                     due = int((time.monotonic() - began) * self._rate) - sent
                     # An outage is not made up for at once, as no client of a service would.

@@ -26,7 +26,7 @@ from typing import Self
 import httpx
 import pytest
 
-from tests.support.fleet import NOBODY, Fleet, InstanceProcess
+from tests.support.fleet import NO_TRUST, Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually, server
 from tests.support.trial_abuse import RAISED
 
@@ -100,7 +100,7 @@ class Bystanders:
                     self._ask(path, lambda: client.get(path))  # noqa: B023 — called at once
 
     def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=self._instance.url, timeout=30, verify=NOBODY)
+        return httpx.Client(base_url=self._instance.url, timeout=30, verify=NO_TRUST)
 
     def _ask(self, to: str, send: Callable[[], httpx.Response]) -> None:
         began = time.monotonic()
@@ -177,7 +177,7 @@ def heavy_lists(instance: InstanceProcess) -> None:
         instance.trigger("echo", payload)
 
     def read(_: int) -> int:
-        answer = httpx.get(f"{instance.url}/runs?limit=300", timeout=30, verify=NOBODY)
+        answer = httpx.get(f"{instance.url}/runs?limit=300", timeout=30, verify=NO_TRUST)
         assert answer.status_code == 200
         return len(answer.content)
 

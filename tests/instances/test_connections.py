@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fleet import NOBODY, Fleet, InstanceProcess, Mode
+from tests.support.fleet import NO_TRUST, Fleet, InstanceProcess, Mode
 from tests.support.postgres import Postgres, eventually
 
 QUICK = {"FLOTILLA_HEADER_TIMEOUT": "2", "FLOTILLA_TRANSFER_TIMEOUT": "2", "FLOTILLA_IDLE_TIMEOUT": "3"}
@@ -173,7 +173,7 @@ def test_a_body_that_is_slow_and_fast_enough_is_read(instance: InstanceProcess) 
 
 
 def test_a_request_that_takes_long_costs_its_client_nothing(instance: InstanceProcess) -> None:
-    with httpx.Client(base_url=instance.url, verify=NOBODY, timeout=30) as client:
+    with httpx.Client(base_url=instance.url, verify=NO_TRUST, timeout=30) as client:
         assert client.get("/trial/slow?seconds=4").status_code == 200
 
 
@@ -283,7 +283,7 @@ def test_where_every_connection_has_a_request_others_are_503_and_probes_are_answ
             stack.enter_context(connect(small)).sendall(slow)
         eventually(lambda: small.status("/actions") == 503)
         for _ in range(3):
-            refused = httpx.get(small.url + "/actions", verify=NOBODY)
+            refused = httpx.get(small.url + "/actions", verify=NO_TRUST)
             assert (refused.status_code, refused.headers["connection"]) == (503, "close")
             assert refused.json()["type"] == "/problems/unavailable"
             assert [small.status(f"/health/{probe}") for probe in ("live", "ready")] == [200, 200]

@@ -24,7 +24,7 @@ from psycopg.rows import TupleRow
 from examples.deal_desk.__main__ import lines
 from examples.deal_desk.verdict import Verdict, judge
 from examples.deal_desk.world.record import Everything
-from tests.support.fleet import NOBODY, ROOT, Fleet, environment, start
+from tests.support.fleet import NO_TRUST, ROOT, Fleet, environment, start
 from tests.support.postgres import Postgres, eventually, free_port
 
 pytestmark = pytest.mark.long
@@ -71,15 +71,15 @@ class World:
 
     def is_up(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/record", verify=NOBODY).is_success
+            return httpx.get(f"{self.url}/record", verify=NO_TRUST).is_success
         except httpx.TransportError:
             return False
 
     def be_quiet(self) -> None:
-        httpx.post(f"{self.url}/quiet", verify=NOBODY).raise_for_status()
+        httpx.post(f"{self.url}/quiet", verify=NO_TRUST).raise_for_status()
 
     def record(self) -> Everything:
-        return Everything.model_validate_json(httpx.get(f"{self.url}/record", timeout=30, verify=NOBODY).text)
+        return Everything.model_validate_json(httpx.get(f"{self.url}/record", timeout=30, verify=NO_TRUST).text)
 
     def end(self) -> None:
         os.kill(self._process.pid, signal.SIGKILL)
@@ -252,7 +252,7 @@ def test_a_desk_starts_its_upstreams_itself_and_their_record_outlives_the_instan
 
 def record_with_posts(url: str) -> Everything | None:
     try:
-        record = Everything.model_validate_json(httpx.get(f"{url}/record", verify=NOBODY).text)
+        record = Everything.model_validate_json(httpx.get(f"{url}/record", verify=NO_TRUST).text)
     except httpx.TransportError:
         return None
     return record if any(post.fate == "shown" for post in record.posts) else None

@@ -11,7 +11,7 @@ import pytest
 from psycopg.rows import TupleRow
 
 from tests.support.fleet import Fleet, InstanceProcess
-from tests.support.lines import NUMBERED, TOLD, lines_of
+from tests.support.ordered import NUMBERED, READ_EFFECTS, runs_by_key
 from tests.support.postgres import eventually
 
 INSTANCES = 3
@@ -56,9 +56,9 @@ def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: b
             instances.append(fleet.launch())
             instances[-1].wait_ready()
         eventually(lambda: session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,), within=90)
-        effects = session.execute(TOLD).fetchall()
+        effects = session.execute(READ_EFFECTS).fetchall()
         again = session.execute("SELECT count(*) FROM flotilla.finished_runs WHERE attempt > 1").fetchone()
-    assert lines_of(effects) == wanted
+    assert runs_by_key(effects) == wanted
     assert all(instance.process.wait(30) != -signal.SIGKILL for instance in leaving)
     if kill:
         assert again is not None

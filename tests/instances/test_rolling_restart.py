@@ -17,7 +17,7 @@ from typing import Self
 import httpx
 import pytest
 
-from tests.support.fleet import NOBODY, Fleet, InstanceProcess
+from tests.support.fleet import NO_TRUST, Fleet, InstanceProcess
 from tests.support.postgres import eventually, free_port
 from tests.support.tools import program
 
@@ -67,12 +67,12 @@ class Load:
 
     def _run(self, number: int) -> None:
         # Half of them keep their connection to HAProxy, half take a new one each time; every fourth request is slow.
-        kept = httpx.Client(timeout=30, verify=NOBODY)
+        kept = httpx.Client(timeout=30, verify=NO_TRUST)
         with kept:
             while not self._stop.is_set():
                 seconds = 0.3 if sum(self.outcomes.values()) % 4 == 0 else 0
                 try:
-                    get = kept.get if number % 2 else partial(httpx.get, verify=NOBODY)
+                    get = kept.get if number % 2 else partial(httpx.get, verify=NO_TRUST)
                     answer = get(f"{self._url}/trial/slow?seconds={seconds}", timeout=30)
                     self.outcomes[str(answer.status_code)] += 1
                 except httpx.TransportError as error:

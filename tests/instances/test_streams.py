@@ -38,10 +38,10 @@ def test_clients_of_different_instances_are_told_the_same_of_one_execution(fleet
     late.read(instances[-1].url)
     for watcher in (*watchers, late):
         assert watcher.done
-        assert watcher.told == watchers[0].told
+        assert watcher.received == watchers[0].received
     assert late.is_complete()
     assert [state for state, _, _ in late.states] == ["pending", "running", "succeeded"]
-    assert [each["data"]["n"] for each in late.told if each["kind"] == "said"] == list(range(40))
+    assert [each["data"]["n"] for each in late.received if each["kind"] == "said"] == list(range(40))
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
@@ -54,7 +54,7 @@ def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_noth
     name, watchers = owner.me()["name"], [Watcher(run_id) for _ in others]
     with ThreadPoolExecutor(len(others)) as pool:
         reading = [pool.submit(watcher.read, instance.url) for watcher, instance in zip(watchers, others, strict=True)]
-        eventually(lambda: len(watchers[0].told) > 10)
+        eventually(lambda: len(watchers[0].received) > 10)
         owner.kill() if how == "killed" else owner.freeze()
         eventually(lambda: watchers[0].attempts == [1, 2])
         if how == "frozen":
@@ -65,7 +65,7 @@ def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_noth
     for watcher in watchers:
         assert watcher.done
         assert watcher.is_complete()
-        assert watcher.told == watchers[0].told
+        assert watcher.received == watchers[0].received
     states = watchers[0].states
     assert [(state, attempt) for state, attempt, _ in states] == [
         ("pending", 0),
@@ -76,8 +76,10 @@ def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_noth
     ]
     assert states[1][2] == name
     assert states[3][2] in {instance.me()["name"] for instance in others}
-    taken_over = next(place for place, each in enumerate(watchers[0].told) if each["data"].get("state") == "pending")
-    said = [each["data"]["attempt"] for each in watchers[0].told[taken_over + 6 :] if each["kind"] == "said"]
+    taken_over = next(
+        place for place, each in enumerate(watchers[0].received) if each["data"].get("state") == "pending"
+    )
+    said = [each["data"]["attempt"] for each in watchers[0].received[taken_over + 6 :] if each["kind"] == "said"]
     assert set(said[-80:]) == {2}
 
 
@@ -97,7 +99,7 @@ def test_a_client_whose_instance_goes_misses_nothing_elsewhere(fleet: Fleet) -> 
         reading = threading.Thread(target=watcher.read, args=(instance.url,))
         reading.start()
         for _ in range(chance.choice([1, 1, 5])):
-            eventually(partial(has_more, watcher, len(watcher.told)), within=60)
+            eventually(partial(has_more, watcher, len(watcher.received)), within=60)
         instance.kill() if number % 2 else instance.terminate()
         instances.append(fleet.launch())
         reading.join(30)
@@ -113,7 +115,7 @@ def test_a_client_whose_instance_goes_misses_nothing_elsewhere(fleet: Fleet) -> 
 
 
 def has_more(watcher: Watcher, before: int) -> bool:
-    return len(watcher.told) > before
+    return len(watcher.received) > before
 
 
 def owner_of(instances: Sequence[InstanceProcess], run_id: int) -> InstanceProcess:
@@ -130,7 +132,7 @@ def test_a_database_that_is_away_is_a_pause_in_the_stream(own_postgres: Postgres
             reading = [
                 pool.submit(watcher.read, instance.url) for watcher, instance in zip(watchers, instances, strict=True)
             ]
-            eventually(lambda: len(watchers[0].told) > 10)
+            eventually(lambda: len(watchers[0].received) > 10)
             own_postgres.stop("immediate")
             own_postgres.start_again()
             for each in reading:
@@ -139,7 +141,7 @@ def test_a_database_that_is_away_is_a_pause_in_the_stream(own_postgres: Postgres
             assert watcher.done
             assert watcher.connections == 1
             assert watcher.is_complete()
-            assert watcher.told == watchers[0].told
+            assert watcher.received == watchers[0].received
         assert watchers[0].attempts == [1]
 
 

@@ -14,14 +14,14 @@ from app.fleet.engine.maintenance.rescuer import sweep
 from app.fleet.errors import AlreadyActive, RunNotReady
 from app.fleet.runs import records
 from tests.support.engine_harness import NAMESPACE
-from tests.support.lines import NUMBERED, TOLD, lines_of
+from tests.support.ordered import NUMBERED, READ_EFFECTS, runs_by_key
 from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
 
 async def by_line(here: LocalInstance) -> dict[str, list[int]]:
-    return lines_of(await here.sql(TOLD))
+    return runs_by_key(await here.sql(READ_EFFECTS))
 
 
 async def all_ended(here: LocalInstance) -> bool:

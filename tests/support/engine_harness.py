@@ -1,4 +1,4 @@
-"""The engine's parts on a real database, without an instance around them: what a test calls is what happens."""
+"""The parts of the engine on a real database, without an instance: nothing runs except what the test calls."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ NAMESPACE = Namespace("flotilla")
 
 
 class Leader:
-    """A member that may do everything."""
+    """Stands in for a member that is the leader and holds everything."""
 
     leading = True
 
@@ -51,7 +51,7 @@ class Claimed(NamedTuple):
 
 
 class EngineHarness:
-    """One database, and schedulers that share it."""
+    """One database, and the parts of the engine that a test needs on it."""
 
     def __init__(self, address: str, database: Database, catalogue: Catalogue, stack: AsyncExitStack) -> None:
         self.address = address
@@ -71,7 +71,7 @@ class EngineHarness:
             return await cursor.fetchall() if cursor.description else []
 
     async def instance(self, name: str) -> "Claiming":
-        """Somebody who may claim: a row of the register, and a claimant."""
+        """Register an instance, and return it with a claimant."""
         rows = await self.sql(
             """
             INSERT INTO instances (id, name, run_id, state, hostname, pid, version, connections, started_at,
@@ -94,7 +94,7 @@ class EngineHarness:
         ]
 
     async def due(self, since: timedelta = timedelta(), name: str = "tick") -> datetime:
-        """Make the action due, as of so long ago."""
+        """Make the action due since some time ago, and return the slot."""
         statement = "UPDATE actions SET next_run_at = clock_timestamp() - %s WHERE name = %s RETURNING next_run_at"
         ((slot,),) = await self.sql(statement, since, name)
         return slot  # type: ignore[no-any-return]
@@ -109,7 +109,7 @@ class EngineHarness:
 
 @dataclass
 class Claiming:
-    """One that claims, as an executor does."""
+    """An instance that claims as an executor does."""
 
     harness: EngineHarness
     identity: Identity

@@ -1,6 +1,6 @@
-"""Real instances of the service, as processes: started, watched, stopped, frozen and killed.
+"""Real instances of the service, as processes that a test starts, observes, stops, freezes and kills.
 
-Every process has its log in a file and its own environment; whatever a test leaves running is killed at its end.
+Each process logs to a file and has its own environment. Processes that a test leaves running are killed at its end.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from tests.support.postgres import BOUND, eventually, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 Mode = Literal["serve", "uvicorn", "workers"]
-# Who may vouch for a server: nobody, and nobody is asked. Else each client would read all the certificates of the
-# machine first, which takes 40 ms.
-NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-# Short, so that tests are; the order of the steps is the same.
+# Nothing here uses TLS, so no certificate is trusted. By default, each client would first read all certificates of the
+# machine, which takes 40 ms.
+NO_TRUST = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+# Short limits for the steps of the shutdown, to keep tests short. Their order is the same.
 QUICK = {"FLOTILLA_DRAIN_DELAY": "0.3", "FLOTILLA_DRAIN_TIMEOUT": "5", "FLOTILLA_PAUSE_TIMEOUT": "2"}
 
 
 Process: TypeAlias = "subprocess.Popen[bytes] | Launched"
-# Tests launch from it. Benchmarks, where an instance is to be just what a user starts, have none.
+# Set by tests. Benchmarks have none, because they measure instances as a user starts them.
 fork_server: ForkServer | None = None
 
 
 class InstanceProcess:
-    """One process of the service (with `workers`, a parent and its children)."""
+    """One instance as a process (with `workers`, a parent process and its children)."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class InstanceProcess:
         self.log = log
         self.mode = mode
         self._workers = workers
-        self.client = httpx.Client(base_url=self.url, timeout=30, verify=NOBODY)
+        self.client = httpx.Client(base_url=self.url, timeout=30, verify=NO_TRUST)
         if mode == "workers":
-            # uvicorn's own parent process leaves its listening socket to the garbage collector.
+            # uvicorn's parent process does not close its listening socket.
             env = {"PYTHONWARNINGS": "error,ignore::ResourceWarning", **env}
         with log.open("wb") as target:
             self.process = start(
@@ -71,9 +71,9 @@ class InstanceProcess:
         return self.log.read_text(errors="replace")
 
     def status(self, path: str = "/health/ready", timeout: float = 5) -> int | None:
-        """The status of a request on a connection of its own; None if there was no answer."""
+        """Return the status of a request on a new connection; None without an answer."""
         try:
-            return httpx.get(self.url + path, timeout=timeout, verify=NOBODY).status_code
+            return httpx.get(self.url + path, timeout=timeout, verify=NO_TRUST).status_code
         except httpx.TransportError:
             return None
 
@@ -85,7 +85,7 @@ class InstanceProcess:
     def wait_ready(self) -> Self:
         eventually(self.is_ready)
         if self.mode == "workers":
-            # One of them answers; the others must be there too.
+            # One worker has answered; the others must be ready too.
             eventually(lambda: len(self.lines("instance.ready")) == self._workers)
         return self
 
@@ -96,12 +96,12 @@ class InstanceProcess:
         return view
 
     def me(self) -> dict[str, Any]:
-        """This instance as it sees itself. Not for `workers`, where any of them may answer."""
+        """Return this instance's entry of its own view. Not for `workers`, where any worker may answer."""
         view = self.instances()
         return next(each for each in view["instances"] if each["name"] == view["self"] and each["state"] != "gone")
 
     def trigger(self, action: str, payload: object = None, **order: Any) -> dict[str, Any]:
-        """Trigger a run, and return what was answered."""
+        """Trigger a run, and return it as answered."""
         body = {"payload": {} if payload is None else payload, **order}
         answer = self.client.post(f"/actions/{action}/runs", json=body)
         assert answer.status_code in {200, 202}, answer.text
@@ -122,11 +122,11 @@ class InstanceProcess:
     def ended(self, run_id: int, within: float = BOUND) -> dict[str, Any]:
         """Wait until a run has ended, and return it."""
 
-        def look() -> dict[str, Any] | None:
+        def ended_run() -> dict[str, Any] | None:
             run = self.run(run_id)
             return run if run["finished_at"] else None
 
-        return eventually(look, within=within)
+        return eventually(ended_run, within=within)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -148,7 +148,7 @@ class InstanceProcess:
         return self.process.wait(within)
 
     def lines(self, event: str) -> list[dict[str, Any]]:
-        """The log lines with this event. Needs `FLOTILLA_LOG_FORMAT=json`, which is what instances have."""
+        """Return the log lines with this event. Needs `FLOTILLA_LOG_FORMAT=json`, the default here."""
         found = []
         for line in self.text.splitlines():
             if line.startswith("{"):
@@ -159,7 +159,7 @@ class InstanceProcess:
         return found
 
     def errors(self) -> list[str]:
-        """What in the log should not be in one of an orderly life."""
+        """Return the log lines that an instance without errors does not write."""
         pattern = re.compile(r'"level": "(error|critical)"|Traceback|Exception|never awaited|was destroyed')
         return [line for line in self.text.splitlines() if pattern.search(line)]
 
@@ -177,7 +177,7 @@ class InstanceProcess:
 
 
 class Fleet:
-    """Several of them, on one database."""
+    """Several instances on one database."""
 
     def __init__(self, address: str, folder: Path, **env: str) -> None:
         self.address = address
@@ -186,7 +186,7 @@ class Fleet:
         self._env = env
 
     def launch(self, mode: Mode = "serve", *, port: int | None = None, workers: int = 2, **env: str) -> InstanceProcess:
-        """Start one, without waiting."""
+        """Start an instance, without waiting."""
         log = self._folder / f"{len(self.instances)}.log"
         instance = InstanceProcess(
             mode, env.pop("DATABASE_URL", self.address), log, {**self._env, **env}, port, workers
@@ -195,7 +195,7 @@ class Fleet:
         return instance
 
     def start(self, count: int = 1, mode: Mode = "serve", **env: str) -> list[InstanceProcess]:
-        """Start several at once and wait until all are ready."""
+        """Start several instances at once, and wait until all are ready."""
         instances = [self.launch(mode, port=None, workers=2, **env) for _ in range(count)]
         return [instance.wait_ready() for instance in instances]
 
@@ -226,7 +226,7 @@ def start(command: Sequence[str], env: Mapping[str, str], log: IO[bytes], *, pla
 
 
 def environment(address: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """A clean environment: nothing of the person who runs the tests leaks in."""
+    """Return an environment without any settings of the user who runs the tests."""
     own = {"FLOTILLA_LOG_FORMAT": "json", "PYTHONWARNINGS": "error", **QUICK, **env}
     if address is not None:
         own["DATABASE_URL"] = address
@@ -234,12 +234,12 @@ def environment(address: str | None, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(*arguments: str, address: str | None = None, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Any:
-    """Run the command line once and return what came of it."""
+    """Run the command line, and return its exit code and output."""
     return run_module("app", *arguments, env=environment(address, env or {}), cwd=cwd)
 
 
 def run_module(module: str, *arguments: str, env: Mapping[str, str], cwd: Path = ROOT) -> Any:
-    """Run a module to its end, in this environment, and return what came of it."""
+    """Run a module to its end in this environment, and return its exit code and output."""
     full = {**env, "PYTHONPATH": str(ROOT)}
     if fork_server is not None:
         return fork_server.run(module, arguments, full, cwd, timeout=300)
@@ -259,7 +259,7 @@ def by_name(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def leader_of(instances: Sequence[InstanceProcess]) -> InstanceProcess:
-    """The one that leads, once somebody does."""
+    """Wait until there is a leader, and return it."""
 
     def find() -> InstanceProcess | None:
         name = instances[0].instances()["leader"]
@@ -270,11 +270,11 @@ def leader_of(instances: Sequence[InstanceProcess]) -> InstanceProcess:
 
 @contextlib.contextmanager
 def blocked(instance: InstanceProcess, seconds: float) -> Iterator[threading.Thread]:
-    """Keep the event loop of an instance busy. It is so when the block begins; `seconds` is how long it is at most."""
+    """Block the event loop of an instance, from before the body begins, for at most `seconds`."""
 
     def ask() -> None:
         with contextlib.suppress(httpx.TransportError):
-            httpx.get(f"{instance.url}/trial/block?seconds={seconds}", timeout=seconds + 60, verify=NOBODY)
+            httpx.get(f"{instance.url}/trial/block?seconds={seconds}", timeout=seconds + 60, verify=NO_TRUST)
 
     request = threading.Thread(target=ask)
     request.start()
@@ -284,7 +284,7 @@ def blocked(instance: InstanceProcess, seconds: float) -> Iterator[threading.Thr
 
 
 def seconds_until(condition: Callable[[], object], *, within: float = BOUND, every: float = 0.005) -> float:
-    """How long it took."""
+    """Wait until the condition is met, and return how long that took."""
     began = time.monotonic()
     eventually(condition, within=within, every=every)
     return time.monotonic() - began

@@ -1,10 +1,10 @@
-"""What whoever is spared by a limit sees: did any span of time have more than it may?"""
+"""Checks the times of permits against a limit, as the limited service would see them."""
 
 from collections.abc import Iterable
 
 
 def excess(instants: Iterable[float], interval: float, burst: int) -> float:
-    """How many more there were than `burst` and one each `interval`, in the span that had the most of them too many."""
+    """Return the excess of the worst span: its permits beyond `burst` and one per `interval`."""
     most, least = 0.0, float("inf")
     for number, instant in enumerate(sorted(instants)):
         ahead = number - instant / interval

@@ -1,6 +1,6 @@
-"""A server that says it is PostgreSQL 13: enough of the protocol to be asked its version, and nothing more.
+"""A server that claims to be PostgreSQL 13. It knows only as much of the protocol as a client needs for the version.
 
-There is no PostgreSQL 13 to install everywhere the tests run, and its version is all that is looked at.
+A real PostgreSQL 13 cannot be installed everywhere the tests run, and only its version is checked.
 """
 
 import socket
@@ -25,7 +25,7 @@ GREETING = (
     + message(b"K", struct.pack("!ii", 1234, 5678))
     + message(b"Z", b"I")
 )
-# The answer to `SHOW transaction_read_only`, which libpq asks an old server that should be writable.
+# The answer to `SHOW transaction_read_only`, which libpq sends to an old server that must be writable.
 READ_ONLY_OFF = (
     message(b"T", struct.pack("!h", 1) + b"transaction_read_only\0" + struct.pack("!ihihih", 0, 0, 25, -1, -1, 0))
     + message(b"D", struct.pack("!hi", 1, 3) + b"off")

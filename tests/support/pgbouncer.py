@@ -1,4 +1,4 @@
-"""A real PgBouncer in front of a real PostgreSQL, in the pooling mode a test wants."""
+"""A real PgBouncer in front of a real PostgreSQL, in the pooling mode that a test needs."""
 
 import os
 import subprocess
@@ -30,11 +30,11 @@ unix_socket_dir =
 
 @contextmanager
 def pgbouncer(postgres: Postgres, *, mode: str = "transaction", more: str = "") -> Iterator[int]:
-    """Run one for as long as the block lasts; yields its port."""
+    """Run a PgBouncer for the duration of the block, and yield its port."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="flotilla-bouncer-") as folder:
         settings = Path(folder) / "pgbouncer.ini"
-        # `auth_type = any` wants a user for the server's side.
+        # `auth_type = any` needs a user for the connections to the server.
         target = f"{postgres.port} user=postgres"
         settings.write_text(CONFIGURATION.format(target=target, port=port, mode=mode, more=more))
         as_root = os.geteuid() == 0

@@ -1,4 +1,4 @@
-"""Real PostgreSQL servers for tests: on TCP, with databases made per test, and with everything that can go wrong."""
+"""Real PostgreSQL servers for tests: on TCP, with a database per test; a test can stop, break or promote them."""
 
 import os
 import secrets
@@ -21,8 +21,8 @@ from app.fleet.db.namespace import Namespace
 
 Answer = TypeVar("Answer")
 
-# Without fsync, because these servers crash and the machine does not: what was written is there after any kill. Who
-# measures, or means durability, asks for it.
+# Without fsync: these servers are killed, but the machine does not crash, so no write is lost. Benchmarks, and tests of
+# durability, switch it on.
 CONFIGURATION = """
 listen_addresses = '127.0.0.1'
 fsync = off
@@ -31,41 +31,40 @@ log_lock_waits = on
 wal_level = replica
 hot_standby = on
 """
-# Where the servers of a test run find each version of PostgreSQL prepared: a folder that all of its processes share.
+# The folder with a prepared server of each version, shared by all processes of a test run.
 PREPARED = "TEST_SERVERS"
-# The database of a prepared server whose namespace has its tables already.
+# The migrated database of a prepared server.
 MIGRATED = "migrated"
 
 
-# Below the ports that the system gives to outgoing connections: one of those may take a port between the look and its
-# use, and did.
+# Below the ports of outgoing connections: such a connection could take a port between the check and its use.
 PORTS = range(10_000, 32_000)
 
 
 def free_port(in_a_row: int = 1) -> int:
-    """The first of so many ports that are free, and that no other test process is given as long as this one lives."""
+    """Return the first of some consecutive free ports. No other test process gets them while this process lives."""
     while True:
         first = PORTS.start + secrets.randbelow(len(PORTS) - in_a_row)
-        # A name that one process at a time can have, and that its end sets free.
+        # A socket name is exclusive to one process, and is released at its end.
         names = [socket.socket(socket.AF_UNIX) for _ in range(in_a_row)]
         with ExitStack() as stack, suppress(OSError):
             for port, name in enumerate(names, first):
                 name.bind(f"\0flotilla-test-port-{port}")
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             for name in names:
-                # Open until this process ends.
+                # The sockets stay open until this process ends.
                 name.detach()
             return first
         for name in names:
             name.close()
 
 
-# For hangs, and not for speed: more than anything takes on a machine that is busy.
+# Detects hangs, not slowness: longer than any condition takes on a busy machine.
 BOUND = 60.0
 
 
 def eventually(condition: Callable[[], Answer | None], *, within: float = BOUND, every: float = 0.02) -> Answer:
-    """Wait until something is true and return it."""
+    """Wait until the condition is met, and return its value."""
     deadline = time.monotonic() + within
     while True:
         if answer := condition():
@@ -76,7 +75,7 @@ def eventually(condition: Callable[[], Answer | None], *, within: float = BOUND,
 
 
 class Postgres(Server):
-    """A server of its own, on a TCP port that stays the same over restarts."""
+    """A server on a TCP port that stays the same over restarts."""
 
     def __init__(self, home: Path, *, version: int = 18) -> None:
         super().__init__(home, version=version)
@@ -105,14 +104,14 @@ class Postgres(Server):
             yield connection
 
     def new_database(self, *, like: str = "template1", named: str | None = None) -> str:
-        """Make a database nobody else uses, and return its address."""
+        """Create a database for one test, and return its address."""
         name = named or f"t_{secrets.token_hex(6)}"
         with self.session() as session:
             session.execute(f'CREATE DATABASE "{name}" TEMPLATE "{like}"')
         return self.address_of(name)
 
     def new_migrated_database(self) -> str:
-        """Make one whose namespace has its tables already: they are copied, which takes a tenth of making them."""
+        """Create a migrated database. It is copied, which takes a tenth of the time of a migration."""
         if self._migrated is None:
             address = self.new_database()
             migrate(address, Namespace("flotilla"))
@@ -125,7 +124,7 @@ class Postgres(Server):
             session.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
     def standby(self, home: Path) -> "Postgres":
-        """Make a streaming standby of this server and start it."""
+        """Create a streaming standby of this server, and start it."""
         other = Postgres(home, version=self.version)
         other.home.mkdir(parents=True)
         other.open_ways()
@@ -137,17 +136,17 @@ class Postgres(Server):
         return other
 
     def set(self, name: str, value: str) -> None:
-        """Change a setting, and wait until every session that asks has it."""
+        """Change a setting, and wait until new sessions have it."""
         with self.session() as session:
             session.execute(f"ALTER SYSTEM SET {name} = {value}")
             session.execute("SELECT pg_reload_conf()")
 
-        def is_known() -> bool:
-            # Before the server starts this session, it has read its configuration and notified all other sessions.
+        def is_set() -> bool:
+            # The server has read its configuration and signalled all sessions before it starts this one.
             with self.session() as session:
                 return session.execute(f"SHOW {name}").fetchone() == (value,)
 
-        eventually(is_known)
+        eventually(is_set)
 
     def promote(self) -> None:
         self.command("pg_ctl", "promote", "-w", "-D", str(self.data))
@@ -159,14 +158,14 @@ class Postgres(Server):
         shutil.rmtree(self.sockets, ignore_errors=True)
 
     def _copy(self, prepared: Server) -> None:
-        """Begin with a copy of another server's files, which is quicker than to make them."""
+        """Copy another server's files, which is faster than `initdb`."""
         self.home.mkdir(parents=True)
         self.open_ways()
         subprocess.run(["cp", "-a", "--reflink=auto", str(prepared.data), str(self.data)], check=True)
 
 
 def prepare(folder: Path, version: int) -> Server:
-    """Make a server's files once for all processes of a test run, with a database that is migrated already."""
+    """Create a server with a migrated database, once for all processes of a test run."""
     made = Postgres(folder / f"postgresql-{version}", version=version)
     with exclusively(made.home):
         done = made.home / "done"
@@ -181,7 +180,7 @@ def prepare(folder: Path, version: int) -> Server:
 
 @contextmanager
 def server(version: int = 18, configuration: str = "") -> Iterator[Postgres]:
-    """Run a PostgreSQL for as long as the block lasts."""
+    """Run a PostgreSQL server for the duration of the block."""
     running = Postgres(Path(tempfile.mkdtemp(prefix="flotilla-pg-")) / "home", version=version)
     try:
         running.up(configuration)

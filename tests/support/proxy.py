@@ -1,4 +1,4 @@
-"""A TCP proxy that can misbehave: refuse, cut, or swallow what passes, as networks and half-dead servers do."""
+"""A TCP proxy that can refuse connections, reset them, or drop what passes, as broken networks and servers do."""
 
 import contextlib
 import selectors
@@ -13,7 +13,7 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True)
 class Trap:
-    """Messages of one connection that end it: see `withhold_answer` and `lose`."""
+    """A sequence of messages after which a connection is reset: see `withhold_answer` and `lose`."""
 
     sent: tuple[bytes, ...]
     loses: bool = False
@@ -21,7 +21,7 @@ class Trap:
 
 
 class Proxy:
-    """Passes bytes between a port of its own and a target, until told otherwise."""
+    """Passes bytes between its port and a target."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target
@@ -45,31 +45,32 @@ class Proxy:
         self.cut()
 
     def swallow(self) -> None:
-        """From now on nothing passes, in either direction, and nobody is told: a half-open connection."""
+        """Drop everything in both directions from now on, without closing a connection: half-open connections."""
         self._swallowing.set()
 
     def refuse(self) -> None:
-        """New connections are reset at once."""
+        """Reset new connections at once."""
         self._refusing.set()
 
     def heal(self) -> None:
-        """Pass everything again. Connections that were swallowed stay dead, as they would."""
+        """Pass everything again. Connections whose data was dropped stay dead, as in a real network."""
         self._swallowing = threading.Event()
         self._refusing.clear()
 
     def withhold_answer(self, *sent: bytes, then_refuse: bool = False) -> None:
-        """Cut the connection that sends a message with these bytes, one with the next ones, …, instead of its answer.
+        """Reset the connection that sends messages with these bytes, in this order, instead of passing the last answer.
 
-        PostgreSQL has done then what it was asked to do, and nobody was told. With `then_refuse`, all is cut.
+        PostgreSQL has then executed the statement, but the client does not know. With `then_refuse`, all connections
+        are reset, and new ones are refused.
         """
         self._trap = Trap(sent, then_refuse=then_refuse)
 
     def lose(self, *sent: bytes) -> None:
-        """Cut the connection that sends such messages, instead of passing on the last one."""
+        """Reset the connection that sends such messages, instead of passing the last one to the server."""
         self._trap = Trap(sent, loses=True)
 
     def cut(self) -> None:
-        """Reset every connection there is."""
+        """Reset all connections."""
         for pair in self._pairs:
             for end in pair:
                 with contextlib.suppress(OSError):
@@ -113,7 +114,7 @@ class Proxy:
                 data = source.recv(65536)
                 if swallowing.is_set():
                     if not data:
-                        # Not even the end of one side reaches the other.
+                        # The other side does not see the end of the connection either.
                         ready.unregister(source)
                     continue
                 if not data:

@@ -1,13 +1,13 @@
-"""Ends every process that a test process has started and not ended, whatever becomes of the test process.
+"""Ends all processes that a test process has started and not ended, even if the test process is killed.
 
-A test process that is killed runs no fixture's end. Its PostgreSQL servers, its instances and their children would go
-on, and some of them cannot be found as its children any more: a PostgreSQL server leaves the process group of its
-starter, and a worker of uvicorn outlives its parent. All of them keep the environment they were started with. So each
-test process puts a mark into its own environment, which every process that it starts inherits, and starts a reaper with
-a pipe to it. When the pipe is closed, by the test process or by its end, the reaper ends every process with that mark,
-and removes the folder that it was given, unless it was told to keep it.
+A killed test process runs no fixture's cleanup. Its PostgreSQL servers, instances and their children would continue to
+run, and some of them are not found among its children: a PostgreSQL server leaves the process group of its parent, and
+a worker of uvicorn outlives its parent. But all processes keep the environment that they were started with. So each
+test process puts a mark into its environment, which all its children inherit, and starts a reaper with a pipe. When the
+pipe is closed, by the test process or by its end, the reaper ends all processes with the mark. Then it removes the
+given folder, unless the test process asked it to keep the folder.
 
-It runs in a session of its own, so that Ctrl-C at a terminal does not reach it. It needs Linux's `/proc`.
+The reaper has its own session, so that Ctrl-C in a terminal does not reach it. It needs Linux's `/proc`.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ import time
 from pathlib import Path
 
 MARK = "TESTED_BY"
-# How long a PostgreSQL server may take to stop, and to remove what it shares with its processes.
+# Seconds that a PostgreSQL server may take to stop and to remove its shared memory.
 PATIENCE = 5.0
 KEEP = b"keep"
 
 
 class Reaper:
-    """The test process's side of it."""
+    """The client in the test process."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Mark whatever is started from here on, and remove `folder` when that has ended."""
+        """Mark all processes started from now on. At the end, remove `folder`."""
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         mark = f"{os.getpid()}-{time.time_ns()}"
         self._process = subprocess.Popen(
@@ -47,14 +47,14 @@ class Reaper:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End whatever is left, and wait until it is gone."""
+        """End all remaining processes, and wait until they are gone."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(4 * PATIENCE)
 
 
 def marked(mark: str) -> dict[int, str]:
-    """The processes with this mark, and the names of their programs."""
+    """Return the processes with this mark, and the names of their programs."""
     wanted = f"{MARK}={mark}".encode()
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -65,7 +65,7 @@ def marked(mark: str) -> dict[int, str]:
 
 
 def reap(mark: str) -> None:
-    """End them all; a PostgreSQL server by the signal on which it stops at once and tidies up."""
+    """End all of them; a PostgreSQL server by the signal for an immediate shutdown, after which it cleans up."""
     deadline = time.monotonic() + PATIENCE
     while left := marked(mark):
         for process, program in left.items():

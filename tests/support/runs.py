@@ -1,4 +1,4 @@
-"""What tests of runs need: trigger, look, wait until it ended."""
+"""What tests of runs need: trigger a run, read it, wait until it has ended."""
 
 import asyncio
 import time
@@ -33,22 +33,22 @@ class LocalInstance:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Until the end, the reconciler does not see whose its runs are: it would stop one that was taken over."""
+        """Disable the comparison of the reconciler for the duration of the block: it would stop a taken-over run."""
 
-        async def overlook(*_: object) -> None: ...
+        async def compare_nothing(*_: object) -> None: ...
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.engine.reconciler, "_compare", overlook)
+            patch.setattr(self.engine.reconciler, "_compare", compare_nothing)
             yield
 
     async def led(self) -> None:
-        """Wait until somebody leads; that nobody does is an anomaly."""
+        """Wait until there is a leader, because its absence is an anomaly."""
 
-        async def somebody() -> bool:
+        async def has_leader() -> bool:
             view = (await self.running.client.get("/health/instances")).json()
             return "no_leader" not in [each["kind"] for each in view["anomalies"]]
 
-        await soon(somebody)
+        await soon(has_leader)
 
     async def trigger(self, action: str, payload: Any = None, **order: Any) -> int:
         (done,) = await self.engine.triggers.trigger([Order(action, payload, **order)])
@@ -66,26 +66,26 @@ class LocalInstance:
         return await self.until(run_id, *ENDED, within=within)
 
     async def until(self, run_id: int, *states: str, within: float = BOUND) -> RunRecord:
-        async def there() -> RunRecord | None:
+        async def find() -> RunRecord | None:
             run = await self.look(run_id)
             return run if run.state in states else None
 
-        return await soon(there, within=within)
+        return await soon(find, within=within)
 
     async def attempt(self, run_id: int) -> Run[Any]:
-        """Wait until the run is under way here, and return its handle. Its row says so a moment earlier."""
+        """Wait until the run executes here, and return its handle. Its row is `running` slightly earlier."""
 
-        async def there() -> Run[Any] | None:
+        async def find() -> Run[Any] | None:
             return self.engine.executor.running_runs.get(run_id)
 
-        return await soon(there)
+        return await soon(find)
 
     async def run(self, action: str, payload: Any = None, **order: Any) -> RunRecord:
-        """Trigger it, and return the run when it has ended."""
+        """Trigger a run, and return it when it has ended."""
         return await self.ended(await self.trigger(action, payload, **order))
 
     async def sql(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Run a statement in the namespace's schema, which is the search path here."""
+        """Execute a statement, with the namespace's schema in the search path."""
         async with self.running.context.database.connection() as connection:
             await connection.execute("SET LOCAL search_path TO flotilla, public")
             cursor = await connection.execute(statement, values or None)
@@ -102,7 +102,7 @@ async def local_instance(address: str, **settings: Any) -> AsyncIterator[LocalIn
 async def soon(
     condition: Callable[[], Awaitable[Answer | None]], *, within: float = BOUND, every: float = 0.01
 ) -> Answer:
-    """Wait until something is true and return it."""
+    """Wait until the condition is met, and return its value."""
     deadline = time.monotonic() + within
     while True:
         if answer := await condition():

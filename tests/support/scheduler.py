@@ -1,10 +1,10 @@
-"""Which worker runs which test: one test after the other, in their order, to whichever worker is free.
+"""Distributes the tests: one after the other, in their order, to the next free worker.
 
-Tests whose module makes something once stay together, on one worker.
+The tests of a module with a module-scoped fixture stay together on one worker.
 
-A worker that ends in a test (by the time limit, or by a crash) is replaced by a new one. The test has failed then.
-xdist's scheduler (3.8) takes it for one that is still to be run, and the run never ends: either the test ends the new
-worker too, or, when no other worker has anything left to run, the new worker is never told what to do.
+If a worker ends during a test, by the time limit or by a crash, the test has failed and a new worker replaces it. The
+scheduler of xdist (3.8) would run that test again, and the test run would never end: either the test ends the new
+worker too, or the new worker gets no message if no other worker has anything left to run.
 """
 
 from functools import cache
@@ -21,10 +21,10 @@ class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if makes_something_once(self._root / file) else nodeid
+        return file if has_module_fixture(self._root / file) else nodeid
 
     def remove_node(self, node: Any) -> str | None:
-        """Take back what an ended worker had still to run, but for the test in which it ended: that has failed."""
+        """Return the tests of an ended worker to the queue, except the test in which it ended: that one has failed."""
         units = self.assigned_work[node]
         left = ((unit, test) for unit in units.values() for test, done in unit.items() if not done)
         unit, crashed = next(left, (None, None))
@@ -36,5 +36,5 @@ class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
 
 
 @cache
-def makes_something_once(file: Path) -> bool:
+def has_module_fixture(file: Path) -> bool:
     return 'scope="module"' in file.read_text()

@@ -1,4 +1,4 @@
-"""The service in this very process, with a real database: for tests of what one instance answers."""
+"""The service in this process, with a real database: for tests of the answers of one instance."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ class Running:
 
 @asynccontextmanager
 async def service(address: str, **settings: object) -> AsyncIterator[Running]:
-    """Run it, its lifespan included."""
+    """Run the service, including its lifespan."""
     quick = {"drain_delay": 0.0, "drain_timeout": 2.0, "pause_timeout": 1.0}
     app = create_app(Settings.load(database_url=address, **{**quick, **settings}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

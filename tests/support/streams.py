@@ -1,4 +1,4 @@
-"""A client of event streams, as a browser's EventSource is one: reads, and reconnects with `Last-Event-ID`."""
+"""A client of event streams that behaves like a browser's EventSource: it reconnects with `Last-Event-ID`."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.fleet import NOBODY
+from tests.support.fleet import NO_TRUST
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Message:
 
 
 def messages(lines: Iterable[str]) -> Iterator[Message]:
-    """Read the wire format, comments left out."""
+    """Parse the wire format, without its comments."""
     message = Message()
     data: list[str] = []
     for line in lines:
@@ -42,24 +42,24 @@ def messages(lines: Iterable[str]) -> Iterator[Message]:
 
 @dataclass
 class Watcher:
-    """Follows one run through whatever happens to instances, and keeps what it was told."""
+    """Follows one run across instances, and keeps the events that it received."""
 
     run_id: int
-    told: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
     connections: int = 0
 
     @property
     def last(self) -> str | None:
-        return str(self.told[-1]["seq"]) if self.told else None
+        return str(self.received[-1]["seq"]) if self.received else None
 
     def read(self, url: str, most: int | None = None) -> None:
-        """Follow the run at this instance, until it is done, the stream ends or breaks, or so many came."""
+        """Follow the run at this instance until it is done, the stream ends or breaks, or `most` events are there."""
         headers = {"Last-Event-ID": self.last} if self.last else {}
         self.connections += 1
         try:
             with httpx.stream(
-                "GET", f"{url}/runs/{self.run_id}/events", headers=headers, timeout=30, verify=NOBODY
+                "GET", f"{url}/runs/{self.run_id}/events", headers=headers, timeout=30, verify=NO_TRUST
             ) as answer:
                 assert answer.status_code == 200, answer.read()
                 assert answer.headers["content-type"].startswith("text/event-stream")
@@ -69,15 +69,15 @@ class Watcher:
                         return
                     if message.id is not None:
                         assert message.id == str(message.data["seq"])
-                        self.told.append(message.data)
-                    if most is not None and len(self.told) >= most:
+                        self.received.append(message.data)
+                    if most is not None and len(self.received) >= most:
                         return
         except httpx.TransportError:
             pass
 
     @property
     def states(self) -> list[tuple[str, int, str | None]]:
-        found = [each["data"] for each in self.told if each["kind"] == "state"]
+        found = [each["data"] for each in self.received if each["kind"] == "state"]
         return [(each["state"], each["attempt"], each["instance"]) for each in found]
 
     @property
@@ -85,4 +85,4 @@ class Watcher:
         return [attempt for state, attempt, _ in self.states if state == "running"]
 
     def is_complete(self) -> bool:
-        return [each["seq"] for each in self.told] == list(range(1, len(self.told) + 1))
+        return [each["seq"] for each in self.received] == list(range(1, len(self.received) + 1))

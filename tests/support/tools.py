@@ -1,4 +1,4 @@
-"""Programs that some tests need beyond Python. Without one, a test says so and is skipped; CI skips nothing."""
+"""Programs that some tests need. Without its program, a test is skipped with a reason; in CI it fails."""
 
 import os
 import shutil
@@ -8,20 +8,20 @@ import pytest
 
 
 def program(name: str) -> str:
-    """Return where it is."""
+    """Return the path of a program."""
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
     return found or missing(f"{name} is not installed; scripts/tools installs it, where that is possible")
 
 
 def network_namespaces() -> None:
-    """Go on only where they can be made."""
+    """Skip the test if network namespaces cannot be created."""
     if os.geteuid() != 0:
         missing("network namespaces need root")
     program("ip")
 
 
 def process_namespaces() -> str:
-    """Go on only where they can be made; return the program that makes them."""
+    """Skip the test if process namespaces cannot be created; return the program that creates them."""
     if os.geteuid() != 0:
         missing("process namespaces need root")
     return program("unshare")

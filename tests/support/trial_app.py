@@ -4,6 +4,6 @@ from tests.support import trial_routes
 
 assert trial_routes.router.routes
 
-from app.main import app  # noqa: E402 — the routes must be there before the application is made
+from app.main import app  # noqa: E402 — the routes must exist before the application is created
 
 __all__ = ["app"]

@@ -1,4 +1,4 @@
-"""A singleton that only tests need: it does not end, whoever wants it to."""
+"""A singleton for tests that ignores its cancellation."""
 
 import asyncio
 from contextlib import suppress

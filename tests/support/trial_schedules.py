@@ -1,4 +1,4 @@
-"""Scheduled actions for tests that make them due themselves."""
+"""Scheduled actions for tests, which make them due themselves."""
 
 from app.fleet import Run, action
 

@@ -1,4 +1,4 @@
-"""A singleton that only tests need: while it runs, it leaves an effect now and then, guarded by its token."""
+"""A singleton for tests: while it runs, it writes effects, guarded by its token."""
 
 import asyncio
 import os
