@@ -49,7 +49,7 @@ class HeldLock:
         return not self.released and not self.lost.is_set()
 
     async def guard(self, place: Place) -> None:
-        """Let this transaction commit only while the lock is held. No other holder is let in before it has ended."""
+        """Let this transaction commit only while the lock is held. Until it ends, the lock is not granted again."""
         await self._guard(self, place)
 
     def lose(self, reason: str) -> None:

@@ -51,6 +51,8 @@ log = events(__name__)
 
 
 class LockRows:
+    """The rows of one instance, and which of them its tasks know."""
+
     def __init__(self, database: Database, member: Member) -> None:
         # The rows that a task here knows. Locks, by name and token, are known from their taking to the end of their
         # release, even if they are lost in between.
