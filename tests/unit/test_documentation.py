@@ -603,6 +603,20 @@ def test_every_page_that_is_named_anywhere_exists() -> None:
             assert list(ROOT.glob(f"{named}*")), f"{path} names {named}"
 
 
+def test_every_file_and_test_that_contributing_names_exists() -> None:
+    """A recipe that sends a contributor to a file or test that has moved is worse than none."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = re.findall(r"`((?:app|alembic|docs|tests)/[\w./-]*\w/?)`", text)
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    defined = {
+        node.name
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert set(re.findall(r"`(test_\w+)`", text)) <= defined
+
+
 def test_every_command_of_make_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in pages():
