@@ -109,7 +109,7 @@ async def start_up(context: Context, signals: Signals, started: list[Service]) -
         namespace,
         allowed=settings.migrates_on_start,
         wait=settings.migrate_wait,
-        given_up=signals.server.is_stopping,
+        should_stop=signals.server.is_stopping,
     )
 
     port = signals.server.port or settings.port
@@ -136,7 +136,7 @@ async def start_up(context: Context, signals: Signals, started: list[Service]) -
     await member.announce(Phase.READY)
     await engine.tell_members()
     context.lifecycle.ready()
-    log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.place)
+    log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.location)
     return services
 
 

@@ -132,17 +132,17 @@ async def test_places_without_limits_are_claimed_in_one_statement_whatever_their
 
 
 async def test_a_claim_locks_no_more_than_it_takes_and_sorts_no_runs(address: str) -> None:
-    """Its plan in a lane: places in their order, and from each as many as there is room for."""
+    """Its plan on a dedicated connection: places in their order, and from each as many as there is room for."""
     async with engine_harness(address, *[declare(f"tick-{number}") for number in range(3)]) as here:
-        one, lane = await here.instance("one"), here.database.dedicated()
+        one, dedicated = await here.instance("one"), here.database.dedicated()
         await here.trigger(*[Order(f"tick-{number}") for number in range(3)] * 100)
         values = {"me": one.identity.id, "name": "one", "counted": False, "room": 8, "mosts": "{4,4,4}"}
         values |= {"actions": array(here.catalogue.ids[::-1]), "priorities": "{0,0,0}", "passed": "{0,0,0}"}
         values |= {"floors": "{2020-01-01,2020-01-01,2020-01-01}", "timeouts": "{60,60,60}"}
-        async with lane.connection() as connection:
+        async with dedicated.connection() as connection:
             explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(CLAIM)
             ((plan,),) = await (await connection.execute(explain, values)).fetchall()
-        await lane.close()
+        await dedicated.close()
 
         locks = [node for node in nodes(plan[0]["Plan"]) if node["Node Type"] == "LockRows"]
         assert sum(node["Actual Rows"] * node["Actual Loops"] for node in locks) == 8 + 1, "the runs, and the instance"
@@ -436,20 +436,24 @@ async def test_a_few_places_are_everyones(address: str) -> None:
 async def test_a_completion_finds_its_rows_by_their_ids_even_if_it_was_planned_on_an_empty_table(address: str) -> None:
     """An empty table makes a walk through all of it look cheap; under a snapshot, that becomes a long one."""
     async with engine_harness(address, declare()) as here:
-        one, lane, finish = await here.instance("one"), here.database.dedicated(), here.database.namespace.sql(FINISH)
+        one, dedicated, finish = (
+            await here.instance("one"),
+            here.database.dedicated(),
+            here.database.namespace.sql(FINISH),
+        )
         with psycopg.connect(address, autocommit=True) as other:
             other.execute("VACUUM ANALYZE flotilla.runs")
         await here.trigger(*[Order("tick")] * 50)
         runs = await one.claim()
         values = {"ids": array(run.run_id for run in runs), "tokens": array(run.token for run in runs)}
-        async with lane.connection() as connection:
+        async with dedicated.connection() as connection:
             await connection.execute(finish, {**values, "states": None, "results": None, "errors": None})
             known = await connection.execute("SELECT name FROM pg_prepared_statements WHERE statement ~ 'ended AS \\('")
             ((name,),) = await known.fetchall()
             assert await (await connection.execute("SHOW enable_nestloop")).fetchone() == ("off",)
             explain = f"EXPLAIN (FORMAT JSON) EXECUTE {name} ('{{1}}', '{{1}}', NULL, NULL, NULL)"
             ((plan,),) = await (await connection.execute(explain, prepare=False)).fetchall()
-        await lane.close()
+        await dedicated.close()
         found = [scan.get("Index Cond") or scan["Recheck Cond"] for scan in scans(plan[0]["Plan"], "runs")]
         assert {condition.partition(" = ANY ")[0] for condition in found} == {"(id"}
         assert "Nested Loop" not in str(plan), "each of the batch is not compared with each of the rows"

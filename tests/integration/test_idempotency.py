@@ -188,7 +188,7 @@ async def test_requests_that_wait_keep_no_connections(address: str) -> None:
 
 def asked(here: LocalInstance) -> int:
     """How often a connection has been borrowed."""
-    return here.running.context.database.figures()["requests_num"]
+    return here.running.context.database.stats()["requests_num"]
 
 
 async def at_least(here: LocalInstance, times: int) -> bool:

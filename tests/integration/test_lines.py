@@ -527,10 +527,10 @@ async def blocks(here: EngineHarness, statement: Statement) -> int:
 async def test_a_claim_of_heads_goes_by_the_lines_even_if_it_was_planned_on_an_empty_table(address: str) -> None:
     """The statement is planned once, when the table may be empty, and any way through it looks as good as another."""
     async with engine_harness(address, declare()) as here:
-        one, lane = await here.instance("one"), here.database.dedicated()
+        one, dedicated = await here.instance("one"), here.database.dedicated()
         with psycopg.connect(address, autocommit=True) as other:
             other.execute("VACUUM ANALYZE flotilla.runs")
-        async with lane.connection() as connection:
+        async with dedicated.connection() as connection:
             await claim_on(one, connection)
             known = await connection.execute(
                 "SELECT name, cardinality(parameter_types) FROM pg_prepared_statements "
@@ -539,7 +539,7 @@ async def test_a_claim_of_heads_goes_by_the_lines_even_if_it_was_planned_on_an_e
             ((name, many),) = await known.fetchall()
             explain = f"EXPLAIN (FORMAT JSON) EXECUTE {name} ({', '.join(['NULL'] * many)})"
             ((plan,),) = await (await connection.execute(explain, prepare=False)).fetchall()
-        await lane.close()
+        await dedicated.close()
         used = [scan.get("Index Name") for scan in scans(plan[0]["Plan"], "runs")]
         assert sorted(set(map(str, used))) == ["runs_lines", "runs_lines_running", "runs_pkey"], used
 

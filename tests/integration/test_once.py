@@ -186,12 +186,12 @@ async def test_a_body_that_meets_an_outage_is_told_so_and_its_key_is_given_back_
 
     async def meet_an_outage() -> None:
         async with once("away", "k") as fresh:
-            database._healthy.clear()
+            database._supervisor._healthy.clear()
             await fresh.session.execute(NOTE, {"note": "away"})
 
     with pytest.raises(DatabaseAway):
         await meet_an_outage()
-    database._healthy.set()
+    database._supervisor._healthy.set()
     await soon(lambda: given_back(here, "away"))
 
 

@@ -191,8 +191,8 @@ async def test_sessions_borrow_from_the_one_pool_and_give_back(address: str) -> 
         async with database.session() as first, database.session() as second:
             await first.execute(text("SELECT 1"))
             await second.execute(text("SELECT 1"))
-            assert database.figures()["pool_available"] == 1
-        assert database.figures()["pool_available"] == 3
+            assert database.stats()["pool_available"] == 1
+        assert database.stats()["pool_available"] == 3
         with suppress(ValueError):
             async with database.session() as session:
                 await session.execute(text("CREATE TABLE never_there ()"))
@@ -203,10 +203,10 @@ async def test_sessions_borrow_from_the_one_pool_and_give_back(address: str) -> 
 
 async def test_a_lane_plans_by_indexes_and_nobody_else_does(address: str) -> None:
     async with pool(address, pool_min=1, pool_max=6) as database:
-        lane = database.dedicated()
-        async with lane.connection() as connection:
+        dedicated = database.dedicated()
+        async with dedicated.connection() as connection:
             assert await (await connection.execute("SHOW enable_seqscan")).fetchone() == ("off",)
-        await lane.close()
+        await dedicated.close()
         for _ in range(6):
             async with database.connection() as connection:
                 assert await (await connection.execute("SHOW enable_seqscan")).fetchone() == ("on",)
@@ -216,15 +216,15 @@ async def test_a_lane_plans_by_indexes_and_nobody_else_does(address: str) -> Non
 
 async def test_a_lane_whose_connection_broke_while_idle_makes_room_for_another(address: str) -> None:
     async with pool(address, pool_min=1, pool_max=6) as database:
-        lane = database.dedicated()
-        async with lane.connection() as connection:
+        dedicated = database.dedicated()
+        async with dedicated.connection() as connection:
             broken = connection.info.backend_pid
         async with await psycopg.AsyncConnection.connect(address, autocommit=True) as other:
             await other.execute("SELECT pg_terminate_backend(%s, 5000)", [broken])
-        await lane.close()
-        async with lane.connection() as connection:
+        await dedicated.close()
+        async with dedicated.connection() as connection:
             assert connection.info.backend_pid != broken
-        await lane.close()
+        await dedicated.close()
 
 
 async def test_a_borrower_that_is_cancelled_at_any_point_leaves_no_connection_in_autocommit(
@@ -281,10 +281,10 @@ async def test_every_session_is_read_committed_whatever_the_database_s_default_i
             assert await isolation_of(connection) == ("read committed",)
         async with database.autocommit() as connection:
             assert await isolation_of(connection) == ("read committed",)
-        lane = database.dedicated()
-        async with lane.connection() as connection:
+        dedicated = database.dedicated()
+        async with dedicated.connection() as connection:
             assert await isolation_of(connection) == ("read committed",)
-        await lane.close()
+        await dedicated.close()
     for opened in (open_session(address, application="trial"), alembic_session(address, Namespace("flotilla"))):
         with opened as direct:
             assert direct.execute("SHOW transaction_isolation").fetchone() == ("read committed",)

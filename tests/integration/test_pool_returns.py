@@ -19,14 +19,15 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from app.fleet.db import dsn
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Database, DatabaseAway, PooledConnection, sessions_at_once
+from app.fleet.db.pool import Database, DatabaseAway, PooledConnection
+from app.fleet.db.session_slots import session_limit
 from app.settings import Settings
 from tests.support.postgres import Postgres
 from tests.support.service import service
 
 pytestmark = pytest.mark.anyio
 
-# Large enough to keep lanes, small enough to be used up within one walk.
+# Large enough for dedicated connections, small enough to be used up within one walk.
 SIZE = 6
 
 
@@ -72,7 +73,7 @@ async def catches_what_fails_in_a_session(database: Database) -> None:
 
 
 async def uses_a_session_for_two_transactions(database: Database) -> None:
-    async with database.unbegun() as session:
+    async with database.new_session() as session:
         await session.execute(text("SELECT 1"))
         await session.commit()
         await session.execute(text("SELECT 2"))
@@ -104,20 +105,20 @@ async def fails_in_autocommit(database: Database) -> None:
         await connection.execute("SELECT 1/0")
 
 
-async def uses_a_lane(database: Database) -> None:
-    lane = database.dedicated()
+async def uses_a_dedicated_connection(database: Database) -> None:
+    dedicated = database.dedicated()
     try:
-        async with lane.connection() as connection:
+        async with dedicated.connection() as connection:
             await connection.execute("SELECT 1")
-        async with lane.connection() as connection:
+        async with dedicated.connection() as connection:
             await connection.execute("SELECT 2")
     finally:
-        await asyncio.shield(asyncio.create_task(lane.close()))
+        await asyncio.shield(asyncio.create_task(dedicated.close()))
 
 
-async def fails_in_a_lane(database: Database) -> None:
-    lane = database.dedicated()
-    async with lane.connection() as connection:
+async def fails_in_a_dedicated_connection(database: Database) -> None:
+    dedicated = database.dedicated()
+    async with dedicated.connection() as connection:
         await connection.execute("SELECT 1/0")
 
 
@@ -132,8 +133,8 @@ WAYS: tuple[Way, ...] = (
     rolls_a_connection_back,
     uses_autocommit,
     fails_in_autocommit,
-    uses_a_lane,
-    fails_in_a_lane,
+    uses_a_dedicated_connection,
+    fails_in_a_dedicated_connection,
 )
 
 
@@ -243,8 +244,8 @@ async def everything_is_back(database: Database) -> None:
         await asyncio.gather(*(commits_a_session(database) for _ in range(SIZE * 3)))
     held = await borrow_all(database)
     assert len({connection.info.backend_pid for connection in held}) == SIZE
-    assert database.connections_out == 0
-    figures = database.figures()
+    assert database.borrowed_connections == 0
+    figures = database.stats()
     assert (figures["pool_size"], figures["pool_available"]) == (SIZE, SIZE)
 
 
@@ -401,19 +402,19 @@ async def test_a_pool_whose_sessions_are_all_held_still_serves_the_fleet_and_cou
                 await release.wait()
 
         holders = [asyncio.ensure_future(hold()) for _ in range(SIZE)]
-        while database.figures()["requests_waiting"] != SIZE - sessions_at_once(SIZE):  # noqa: ASYNC110 — a figure
+        while database.stats()["requests_waiting"] != SIZE - session_limit(SIZE):  # noqa: ASYNC110 — a figure
             await asyncio.sleep(0)
-        assert database.connections_out == sessions_at_once(SIZE)
+        assert database.borrowed_connections == session_limit(SIZE)
         await uses_autocommit(database)
         await database.ping()
-        outcomes = await asyncio.gather(*holders[sessions_at_once(SIZE) :], return_exceptions=True)
+        outcomes = await asyncio.gather(*holders[session_limit(SIZE) :], return_exceptions=True)
         assert {type(each.orig) for each in outcomes if isinstance(each, DBAPIError)} == {PoolTimeout}
-        assert database.figures()["requests_errors"] == SIZE - sessions_at_once(SIZE)
+        assert database.stats()["requests_errors"] == SIZE - session_limit(SIZE)
         release.set()
-        await asyncio.gather(*holders[: sessions_at_once(SIZE)])
+        await asyncio.gather(*holders[: session_limit(SIZE)])
         await everything_is_back(database)
 
 
 @pytest.mark.parametrize(("size", "sessions"), [(1, 1), (2, 1), (3, 2), (5, 4), (6, 2), (10, 5), (50, 43)])
 def test_how_many_sessions_a_pool_of_some_size_lends_at_once(size: int, sessions: int) -> None:
-    assert sessions_at_once(size) == sessions
+    assert session_limit(size) == sessions

@@ -64,7 +64,7 @@ def test_nonsense_instead_of_an_address_is_refused_without_being_repeated(nonsen
 def test_an_address_does_not_show_its_password_by_accident() -> None:
     addresses = dsn.resolve(Settings.load(database_url="postgresql://app:hunter2@db/app"))
     assert "hunter2" not in repr(addresses)
-    assert addresses.place == "db/app"
+    assert addresses.location == "db/app"
 
 
 def test_an_sqlalchemy_address_is_understood(address: str) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import psycopg
 from psycopg.rows import TupleRow
 
-from app.fleet.db.embedded import Server, exclusively
+from app.fleet.db.embedded import Server, exclusive_access
 from app.fleet.db.migrations import migrate
 from app.fleet.db.namespace import Namespace
 
@@ -127,8 +127,8 @@ class Postgres(Server):
         """Create a streaming standby of this server, and start it."""
         other = Postgres(home, version=self.version)
         other.home.mkdir(parents=True)
-        other.open_ways()
-        other._give(other.home)
+        other.grant_access()
+        other._change_owner(other.home)
         source = f"host=127.0.0.1 port={self.port} user=postgres"
         self.command("pg_basebackup", "-R", "-c", "fast", "-D", str(other.data), "-d", source)
         other.data.chmod(0o700)
@@ -160,14 +160,14 @@ class Postgres(Server):
     def _copy(self, prepared: Server) -> None:
         """Copy another server's files, which is faster than `initdb`."""
         self.home.mkdir(parents=True)
-        self.open_ways()
+        self.grant_access()
         subprocess.run(["cp", "-a", "--reflink=auto", str(prepared.data), str(self.data)], check=True)
 
 
 def prepare(folder: Path, version: int) -> Server:
     """Create a server with a migrated database, once for all processes of a test run."""
     made = Postgres(folder / f"postgresql-{version}", version=version)
-    with exclusively(made.home):
+    with exclusive_access(made.home):
         done = made.home / "done"
         if not done.exists():
             made.create(CONFIGURATION)

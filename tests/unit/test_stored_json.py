@@ -9,7 +9,7 @@ import pydantic_core
 import pytest
 
 from app.fleet import TryAgain
-from app.fleet.db.stored_json import DEEPEST, DIGITS_MOST, why_unreadable
+from app.fleet.db.stored_json import MAX_DEPTH, MAX_DIGITS, why_unreadable
 from app.fleet.duration import MAX_DURATION
 
 
@@ -21,7 +21,7 @@ def nested(depth: int, inner: Any = 1) -> Any:
 
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_an_integer_is_as_long_as_every_reader_allows(sign: str) -> None:
-    longest = sign + "9" * DIGITS_MOST
+    longest = sign + "9" * MAX_DIGITS
     assert why_unreadable(f'{{"a": {longest}}}') is None
     assert json.loads(longest)
     assert why_unreadable(f'{{"a": [{longest}0]}}') == "it has an integer of more than 4300 digits"
@@ -33,10 +33,10 @@ def test_digits_in_a_text_are_no_integer() -> None:
 
 
 def test_what_is_as_deep_as_it_may_be_can_be_served_within_a_page_of_runs() -> None:
-    text = json.dumps(nested(DEEPEST))
+    text = json.dumps(nested(MAX_DEPTH))
     assert why_unreadable(text) is None
     assert pydantic_core.to_json({"items": [{"result": json.loads(text)}]})
-    assert why_unreadable(json.dumps(nested(DEEPEST + 1))) == "it is nested more than 200 deep"
+    assert why_unreadable(json.dumps(nested(MAX_DEPTH + 1))) == "it is nested more than 200 deep"
     assert why_unreadable(json.dumps([[1]] * 1000)) is None
     assert why_unreadable(json.dumps(["[" * 1000] * 10)) is None
 

@@ -79,7 +79,7 @@ def examine(settings: FleetSettings) -> list[Finding]:
         Finding(
             Level.OK,
             "database",
-            f"{addresses.place} is writable, its version is supported, and the connection is direct",
+            f"{addresses.location} is writable, its version is supported, and the connection is direct",
         )
     )
     namespace = Namespace(settings.namespace)

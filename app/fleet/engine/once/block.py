@@ -159,7 +159,7 @@ class SeenStore:
         )
         try:
             await self._take(block)
-            yield Batch(block, self._database.unbegun)
+            yield Batch(block, self._database.new_session)
             await self._mark(block)
         except BaseException:
             await self._release(block)
