@@ -158,5 +158,5 @@ def test_a_command_whose_commit_was_not_confirmed_says_that_its_outcome_is_not_k
         command = [sys.executable, "-m", "app", "trigger", "echo", "--payload", json.dumps(MARKED)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == OutcomeUnknown.exit_code == 4
-        assert "look whether the change is there" in done.stderr
+        assert "check whether the change was made" in done.stderr
         assert direct.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (1,)
