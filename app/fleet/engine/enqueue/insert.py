@@ -63,9 +63,9 @@ async def refuse_active(connection: Place, namespace: Namespace, orders: Sequenc
         return
     active = await overlap.hold(connection, namespace, {each.action_id for each in orders})
     keyed = {key_of(each): each for each in orders if each.order.key is not None}
-    known = await find_runs(connection, namespace, keyed) if keyed else {}
+    existing = await find_runs(connection, namespace, keyed) if keyed else {}
     # Two orders with the same key are one run.
-    new = list({key_of(each): each for each in keyed.values() if key_of(each) not in known}.values())
+    new = list({key_of(each): each for each in keyed.values() if key_of(each) not in existing}.values())
     new += [each for each in orders if each.order.key is None]
     seen: set[int] = set()
     for each in new:
@@ -95,13 +95,14 @@ async def insert_keyed(
 ) -> dict[Key, Triggered]:
     """Insert the orders with a free key; for the others, return the existing run."""
     by_key = {key_of(each): each for each in orders}
-    taken, known = await take_keys(connection, namespace, by_key)
-    done = {key: Triggered(run_id, False, by_key[key]) for key, run_id in known.items()}
-    if taken:
-        new = {run_id: by_key[key] for key, run_id in taken.items()}
-        for run_id, run_at, created_at in await insert_rows(connection, namespace, list(new.values()), by, list(new)):
-            done[key_of(new[run_id])] = Triggered(run_id, True, new[run_id], run_at, created_at)
-    return done
+    new, existing = await take_keys(connection, namespace, by_key)
+    found = {key: Triggered(run_id, False, by_key[key]) for key, run_id in existing.items()}
+    if new:
+        by_id = {run_id: by_key[key] for key, run_id in new.items()}
+        rows = await insert_rows(connection, namespace, list(by_id.values()), by, list(by_id))
+        for run_id, run_at, created_at in rows:
+            found[key_of(by_id[run_id])] = Triggered(run_id, True, by_id[run_id], run_at, created_at)
+    return found
 
 
 async def insert_rows(

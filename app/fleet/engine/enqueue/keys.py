@@ -52,11 +52,11 @@ async def take_keys(
     connection: Place, namespace: Namespace, orders: Mapping[Key, Prepared]
 ) -> tuple[dict[Key, int], dict[Key, int]]:
     """Take the free keys; return the ids for their new runs, and the existing runs of the other keys."""
-    taken: dict[Key, int] = {}
-    known: dict[Key, int] = {}
+    new: dict[Key, int] = {}
+    existing: dict[Key, int] = {}
     # A second pass is needed only if a key was pruned, with its run, between the two statements.
     for _ in range(3):
-        left = {key: each for key, each in orders.items() if key not in taken and key not in known}
+        left = {key: each for key, each in orders.items() if key not in new and key not in existing}
         if not left:
             break
         values = {
@@ -66,24 +66,24 @@ async def take_keys(
             "ids": [each.id for each in left.values()],
         }
         rows = await fetch(connection, namespace.sql(TAKE_KEYS), values)
-        taken |= {(action_id, key): run_id for action_id, key, run_id in rows}
+        new |= {(action_id, key): run_id for action_id, key, run_id in rows}
         if len(rows) < len(left):
-            known |= await find_runs(connection, namespace, {key: left[key] for key in left if key not in taken})
-    return taken, known
+            existing |= await find_runs(connection, namespace, {key: left[key] for key in left if key not in new})
+    return new, existing
 
 
 async def find_runs(connection: Place, namespace: Namespace, orders: Mapping[Key, Prepared]) -> dict[Key, int]:
     """Return the existing runs of these keys; raise `KeyReused` if the digest of a request differs."""
     values = {"actions": [action_id for action_id, _ in orders], "keys": [key for _, key in orders]}
-    known = {}
+    existing = {}
     for action_id, key, run_id, stored_digest in await fetch(connection, namespace.sql(FIND_RUNS), values):
         digest = orders[action_id, key].order.digest
         if digest is not None and stored_digest is not None and digest != stored_digest:
             raise KeyReused(
                 "an earlier request had this Idempotency-Key and a different body: a new request needs a new key"
             )
-        known[action_id, key] = run_id
-    return known
+        existing[action_id, key] = run_id
+    return existing
 
 
 async def lock_request_key(connection: Place, namespace: Namespace, key: str) -> None:

@@ -194,8 +194,8 @@ class SeenStore:
             async with self._database.autocommit() as connection:
                 await self._mark_in(connection, block)
 
-    async def _mark_in(self, place: Place, block: Block) -> None:
-        ((marked,),) = await fetch(place, self._sql(MARK), block.values)
+    async def _mark_in(self, connection: Place, block: Block) -> None:
+        ((marked,),) = await fetch(connection, self._sql(MARK), block.values)
         if marked != len(block.keys):
             raise self._fenced(block)
 
