@@ -209,7 +209,7 @@ def test_an_action_that_no_instance_brought_to_the_database_yet_needs_one_first(
     assert run("migrate", address=address).returncode == 0
     done = flotilla("trigger", "noop", address=address)
     assert done.code == 5
-    assert "in the code and not in the database yet" in done.err
+    assert "in the code, but not yet in the database" in done.err
     assert "flotilla up" in done.err
     assert flotilla("actions", "--json", address=address).json == [], "the command declares nothing itself"
 
