@@ -1,4 +1,4 @@
-# One command each. `make help` lists them.
+# `make help` lists the commands.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +11,7 @@ BENCH_STAMP := .venv/.bench-installed
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## Prepare .venv; the others do it first when needed
+setup: $(STAMP)  ## Prepare .venv; the other commands run it first if needed
 
 $(STAMP): requirements-dev.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -24,11 +24,11 @@ $(STAMP): requirements-dev.lock pyproject.toml
 up: setup  ## Start three instances on ports 8000-8002, on the embedded PostgreSQL
 	$(BIN)/flotilla up --instances 3
 
-down: setup  ## Ask them to leave, and stop the embedded PostgreSQL
+down: setup  ## Stop these instances and the embedded PostgreSQL
 	$(BIN)/flotilla down
 
-# More workers than cores: most of the time, tests wait for timers, for leases, and for processes to start.
-test: setup tools $(if $(CI),$(BENCH_STAMP))  ## Run every test
+# More workers than cores, because tests mostly wait: for timers, for leases, and for processes to start.
+test: setup tools $(if $(CI),$(BENCH_STAMP))  ## Run all tests
 	$(BIN)/python -m pytest --numprocesses 8
 
 check: setup  ## Format, lint, types, import contract, documentation, model-migration drift
@@ -39,28 +39,28 @@ check: setup  ## Format, lint, types, import contract, documentation, model-migr
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit/test_documentation.py tests/integration/test_migrations.py
 
-golden: setup  ## Write the golden files of the SQL statements anew, after a statement has changed on purpose
+golden: setup  ## Write the golden files of the SQL statements again, after an intended change
 	$(BIN)/python -m app.fleet.sql --write tests/golden
 
-bench: $(BENCH_STAMP)  ## Measure everything that has a figure, beside the peers, and print it (half an hour)
+bench: $(BENCH_STAMP)  ## Run all benchmarks, compare with the peers, and print the figures (half an hour)
 	$(BIN)/python -m benchmarks
 
-# The peers that are measured beside us; nothing else needs them.
+# The peers for the benchmarks; nothing else needs them.
 $(BENCH_STAMP): requirements-bench.lock $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-bench.lock
 	@touch $(BENCH_STAMP)
 
-chaos: setup  ## Kill, freeze and cut off the holders of a lock; break connections for a quarter of an hour; judge by the effects
+chaos: setup  ## Kill, freeze and disconnect lock holders, break connections (15 minutes), and check the effects
 	$(BIN)/python -m tests.chaos exclusion
 	$(BIN)/python -m tests.chaos attrition
 
-image-test: setup  ## Build the Dockerfile for real, without a container engine, and serve from the result (root)
+image-test: setup  ## Build the Dockerfile without a container engine, and serve from the image (needs root)
 	scripts/image-test
 
-tools: setup  ## Install what some tests need beyond Python (HAProxy, PgBouncer, …), where that is possible
+tools: setup  ## Install the programs that some tests need (HAProxy, PgBouncer, …), where that is possible
 	@scripts/tools
 
-lock: setup  ## Resolve the dependencies anew and write the hashed locks
+lock: setup  ## Resolve the dependencies again, and write the lock files with hashes
 	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-header --output-file requirements.lock
 	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
@@ -69,5 +69,5 @@ lock: setup  ## Resolve the dependencies anew and write the hashed locks
 	  --no-emit-index-url --no-header --group bench --constraint requirements-dev.lock \
 	  --output-file requirements-bench.lock
 
-clean: down  ## Stop everything and remove what was made here
+clean: down  ## Stop everything, and remove all generated files
 	rm -rf .venv .flotilla
