@@ -24,7 +24,7 @@ BATCH: dict[str, Any] = {"runs": [{"action": "echo", "payload": {"n": n}} for n 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine, a request gets its turn."""
-    monkeypatch.setattr(idempotency, "PATIENCE", 60)
+    monkeypatch.setattr(idempotency, "TIMEOUT", 60)
 
 
 @pytest.fixture
