@@ -7,8 +7,8 @@ from starlette.types import ASGIApp
 
 from app import __version__
 from app.fleet.errors import SettingsError
-from app.fleet.http import actions, events, health, locks, metrics, problem_pages, runs
-from app.fleet.http.edge import error_handlers, openapi
+from app.fleet.http import actions, events, health, locks, metrics, runs
+from app.fleet.http.edge import error_handlers, openapi, problem_pages
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context
 from app.fleet.http.edge.middleware import Edge
