@@ -1,7 +1,7 @@
-"""What Alembic runs: in the namespace's schema, on the connection it was given or on one from the settings.
+"""Alembic's entry point: migrates the namespace's schema, on the given connection or on one from the settings.
 
-Every statement of a migration goes to the namespace's schema by `search_path`, so migrations name no schema. Waiting
-for a lock is bounded, because a migration that queues for a table lock makes every query behind it queue too.
+The `search_path` is the namespace's schema, so migrations name no schema. Waiting for a lock is bounded, because all
+later queries queue behind a migration that waits for a table lock.
 """
 
 from sqlalchemy import Connection, create_engine, text

@@ -1,17 +1,17 @@
-"""The desk: a service that watches for deals, and for which every tool of the kit was made.
+"""The deal desk: an example service that uses every mechanism of `app.fleet`.
 
     FLOTILLA_ACTIONS=examples.deal_desk make up
 
-    filings.py    a feed that is looked at every minute; nothing on it is missed, or told twice
-    halts.py      a feed that one instance looks at, every ten seconds
-    sources.py    an orchestrator: several news sources, read side by side, one of them slow and one unreliable
-    research.py   a worker that costs money for each call, and pays once
-    alerts.py     alerts, delivered to a chat whose webhook fails and falls silent
-    tables.py     what the desk remembers
-    settings.py   how often, how much, and where
-    upstreams.py  how the others are called
-    world/        the others, made up: on loopback; they fail as others do, and note all that reaches them
-    verdict.py    what that record says of the desk
+    filings.py    a feed that is polled every minute; no filing is missed or processed twice
+    halts.py      a feed that one instance polls every ten seconds
+    sources.py    an orchestrator: several news sources, read in parallel, one slow and one unreliable
+    research.py   a worker whose calls cost money; each deal is paid once
+    alerts.py     alerts, delivered to a chat that refuses some and does not answer others
+    tables.py     the tables of the desk
+    settings.py   intervals, rates and addresses
+    upstreams.py  how the upstreams are called
+    world/        the simulated upstreams, on loopback; they fail as real ones do, and record all requests
+    verdict.py    what this record proves about the desk
 
-README.md beside this file has the whole of it.
+README.md beside this file describes the whole.
 """

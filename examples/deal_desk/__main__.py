@@ -1,10 +1,8 @@
-"""The desk's own commands.
+"""The commands of the desk, such as `python -m examples.deal_desk report`.
 
-    report    what has become of everything, by the record of the upstreams
-    quiet     nothing new appears from now on
-    world     the fake upstreams, as a process of their own
-
-`python -m examples.deal_desk report`, and so on.
+report    print the result, from the record of the upstreams
+quiet     stop new filings, halts and headlines from appearing
+world     run the simulated upstreams as a separate process
 """
 
 import asyncio
@@ -22,7 +20,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 
 @app.command()
 def report() -> None:
-    """Print what the upstreams' record says of the desk."""
+    """Print what the record of the upstreams proves about the desk."""
     record = ask("GET", "/record").text
     for line in lines(judge(Everything.model_validate_json(record))):
         typer.echo(line)
@@ -30,13 +28,13 @@ def report() -> None:
 
 @app.command()
 def quiet() -> None:
-    """Let nothing new appear until the upstreams are started again; what is under way comes to its end."""
+    """Let nothing new appear until the upstreams are restarted. Work in progress is completed."""
     ask("POST", "/quiet")
 
 
 @app.command()
 def world() -> None:
-    """Run the fake upstreams here, until Ctrl-C; give their address to the instances, as DESK_WORLD_URL."""
+    """Run the simulated upstreams until Ctrl-C. Set DESK_WORLD_URL of the instances to their address."""
     asyncio.run(run_world(settings))
 
 
@@ -44,15 +42,17 @@ def ask(method: str, path: str) -> httpx.Response:
     try:
         return httpx.request(method, settings.address + path, timeout=10).raise_for_status()
     except httpx.TransportError as error:
-        raise SystemExit(f"nobody answers at {settings.address}: {error}; is an instance of the desk up?") from None
+        raise SystemExit(
+            f"no upstream answers at {settings.address}: {error}; is an instance of the desk running?"
+        ) from None
 
 
 def lines(verdict: Verdict) -> list[str]:
-    """A report for people, each line a claim and how it stands."""
+    """Format the report: one line per claim, with its result."""
     posts = verdict.posts
     alerts = verdict.filings + verdict.halts + verdict.deals
     rates = ", ".join(f"{upstream} {verdict.busiest[upstream]} of {ALLOWED[upstream]}" for upstream in ALLOWED)
-    told = {
+    results = {
         "appeared": f"{verdict.filings} filings, {verdict.halts} halts, {verdict.deals} deals: {alerts} alerts",
         "not in the chat": f"{len(verdict.missing)} alerts, {len(verdict.missed)} of them of filings",
         "messages": f"{posts.total()}: {posts['shown']} shown, {posts['refused']} refused, {posts['lost']} lost",
@@ -61,7 +61,7 @@ def lines(verdict: Verdict) -> list[str]:
         "refused, too many": f"{verdict.too_often.total()}",
         "research": f"{verdict.calls} calls, {verdict.charges} charges, {len(verdict.paid_twice)} deals charged twice",
     }
-    return [f"{claim:<18} {how}" for claim, how in told.items()]
+    return [f"{claim:<18} {how}" for claim, how in results.items()]
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""Alerts: ordered in the transaction of what they are about, and called delivered only after the chat has said so.
+"""Alerts: triggered in the transaction of their subject, and delivered when the chat has confirmed them.
 
-`announce` writes the alert and triggers its delivery in the caller's transaction: the queue is the outbox. An alert is
-there exactly if what it tells of is, and then it is delivered, in however many attempts. `delivered_at` and the end of
-the run are one transaction, the first one after the chat's answer.
+`announce` inserts the alert and triggers its delivery in the caller's transaction: the queue is the outbox. An alert
+exists exactly if its subject does, and is then delivered, in as many attempts as it needs. The first transaction after
+the chat's answer sets `delivered_at` and ends the run.
 
-    the chat refuses, or is down        tried again, with growing waits
-    it fails for everybody              the breaker opens: for a while nobody asks, and then one does
-    it does not answer                  tried again, although it may have it: nobody here can know
+    the chat refuses, or is down        retried, with growing delays
+    the chat fails for all alerts       the breaker opens: no calls for a while, then one probe
+    the chat does not answer            retried, although it may have the alert: the outcome is unknown
     killed before the answer            the same
-    killed between answer and commit    the same: a few milliseconds, in which only its record knows better
+    killed between answer and commit    the same, for a few milliseconds
 
-So the chat has every alert at least once, and twice only in the last three cases. `Idempotency-Key` is the same in all
-attempts at one alert: a chat that looks at it shows each once.
+So the chat receives every alert at least once, and more than once only in the last three cases. All attempts of an
+alert have the same `Idempotency-Key`: a chat that checks it shows each alert once.
 
-An alert that was tried a thousand times has failed: `flotilla runs retry-all --action deliver-alert` when the chat is
-back.
+After a thousand attempts the run has failed: `flotilla runs retry-all --action deliver-alert` when the chat works.
 """
 
 import httpx
@@ -30,7 +29,7 @@ from examples.deal_desk.upstreams import upstream
 
 
 class Message(BaseModel):
-    """What the chat is sent; the first two tell it by."""
+    """A message to the chat. Kind and subject identify it."""
 
     kind: str
     subject: str
@@ -38,11 +37,11 @@ class Message(BaseModel):
 
 
 async def announce(transaction: AsyncSession, kind: str, subject: str, message: str) -> None:
-    """Have this told: once for each subject of its kind, and exactly if this transaction commits."""
-    told = Message(kind=kind, subject=subject, message=message)
-    row = insert(Alert).values(told.model_dump()).on_conflict_do_nothing().returning(Alert.id)
+    """Order an alert: once per kind and subject, and only if this transaction commits."""
+    alert = Message(kind=kind, subject=subject, message=message)
+    row = insert(Alert).values(alert.model_dump()).on_conflict_do_nothing().returning(Alert.id)
     if await transaction.scalar(row):
-        await trigger(deliver_alert, told, session=transaction)
+        await trigger(deliver_alert, alert, session=transaction)
 
 
 @action("deliver-alert", retries=1000, max_retry_delay=desk.max_retry_delay, timeout="1m")
@@ -50,15 +49,15 @@ async def deliver_alert(run: Run[Message]) -> None:
     """Post an alert to the chat."""
     alert = run.payload
     try:
-        # After an outage there may be many, and to wait here for long would take places from others.
+        # After an outage there may be many alerts, and a long wait here would use up the concurrency of other runs.
         await limit("chat", desk.chat_rate, wait="20s")
-        # It fails now and then all day long. Nearly all that the limit lets through in ten seconds is another matter.
+        # Some failures are normal all day. 50 are nearly all calls that the limit allows in ten seconds: an outage.
         async with breaker("chat", failures=50, within="10s", rest="2s"):
             await post(alert)
     except (BreakerOpen, LimitReached) as not_now:
         raise TryAgain(str(not_now), after=not_now.retry_after) from None
     except httpx.HTTPError as failure:
-        # Expected, and no reason for a traceback in the log: the run's `error` says what it was.
+        # Expected, so without a traceback in the log. The run's `error` has the text.
         raise TryAgain(f"{type(failure).__name__} {failure}".strip()) from None
     async with run.commit() as session:
         delivered = update(Alert).where(Alert.kind == alert.kind, Alert.subject == alert.subject)

@@ -1,16 +1,15 @@
-"""Filings: the newest page of the feed is looked at every minute, by whichever instance has the run.
+"""Filings: every minute, the instance that has the run polls the newest page of the feed.
 
-Each filing is processed once (`once`): its row, the alert about it and the run that reads its document are one
-transaction, in which the key also becomes seen. Killed before that commit, nothing of it is there, and the next
-attempt, or the next minute, takes it anew. Killed after it, all of it is there, and whatever happens then, those runs
-run.
+Each filing is processed once (`once`): one transaction inserts its row, orders its alert, triggers the run that reads
+its document, and marks its key as seen. If the process dies before that commit, nothing of it exists, and the next
+attempt or the next minute processes the filing. If it dies after the commit, all of it exists, and the runs execute.
 
-    a minute is left out, the feed is down     the next page has them still: it must hold what appears meanwhile
-    this instance dies on the page             the run begins anew elsewhere; what it had seen is seen
-    two read the page at once                  `overlap="skip"` keeps them apart; if it did not, `once` would
+    a poll is missed, or the feed is down      the next page must still have the filings
+    this instance dies while it polls          the run begins again elsewhere; seen filings stay seen
+    two polls at the same time                 prevented by `overlap="skip"`; otherwise `once` would separate them
 
-What it does not promise: filings that have left the page before anybody has looked. A feed with more pages than one
-would be read from the page where the first filing is seen already.
+Not guaranteed: filings that leave the page before a poll. For a feed with several pages, read them until the first
+filing that is already seen.
 """
 
 from pydantic import BaseModel
@@ -26,17 +25,17 @@ from examples.deal_desk.upstreams import upstream
 
 
 class Listed(BaseModel):
-    """A filing as the feed's page has it."""
+    """A filing as listed on the page of the feed."""
 
     accession: str
     company: str
     form: str
 
 
-# It is not tried again by itself: the next minute is the next attempt.
+# No retries: the run of the next minute is the next attempt.
 @action("watch-filings", every=desk.filings_every, overlap="skip", retries=0, timeout="5m")
 async def watch_filings(_: Run) -> dict[str, int]:
-    """Look at the newest filings, and process those that are new."""
+    """Poll the newest filings, and process the new ones."""
     await prepared()
     page = await newest_page()
     new = 0
@@ -54,7 +53,7 @@ async def watch_filings(_: Run) -> dict[str, int]:
 
 @action("read-filing", retries=100, max_retry_delay=desk.max_retry_delay, timeout="1m")
 async def read_filing(run: Run[Listed]) -> None:
-    """Read a filing's document, and open the deal that it is about."""
+    """Read the document of a filing, and open its deal."""
     filing = run.payload
     await limit("edgar", desk.edgar_rate)
     async with upstream() as client:

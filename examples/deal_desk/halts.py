@@ -1,12 +1,12 @@
-"""Trading halts: one instance looks every ten seconds, for as long as it lives and stays.
+"""Trading halts: one instance polls every ten seconds, for as long as it runs.
 
-A halt matters within seconds, and looking costs one request: a singleton looks on and on, where a schedule would make a
-run each time. When its instance goes, another has the turn a fraction of a second later.
+A halt matters within seconds, and a poll costs one request. So a singleton polls in a loop; a schedule would make a run
+for each poll. When its instance ends, another instance takes over within a fraction of a second.
 
-What it writes is guarded by its turn: an instance that was frozen, and goes on after another has begun, commits
-nothing. And the halt's primary key has each told once, whoever looks.
+The token of its turn guards its writes: an instance that was frozen, and continues after another one has begun, commits
+nothing. The primary key of a halt also prevents a second alert.
 
-An upstream that fails, or is away, is no reason to give up the turn: it is looked at again ten seconds later.
+If the upstream fails, the singleton keeps its turn and polls again after ten seconds.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ async def halts_monitor(turn: HeldLock) -> None:
 
 
 async def keep(halts: list[dict[str, str]], turn: HeldLock) -> None:
-    """Keep those that are new, each with its alert."""
+    """Store the new halts, each with its alert."""
     async with transaction() as session:
         for halt in sorted(halts, key=lambda each: each["halt"]):
             values = {"halt": halt["halt"], "company": halt["company"], "token": turn.token}

@@ -1,22 +1,22 @@
-"""Research: each call costs money, and each deal is paid for once, whoever is killed wherever.
+"""Research: each call costs money, and each deal is paid once, even if instances are killed at any point.
 
-A call to somebody else cannot be part of a transaction: a process that dies after the call and before its commit has
-paid, and nothing here knows. So it takes two.
+A call to another service cannot be part of a transaction: a process that dies after the call and before its commit has
+paid, and the desk does not know it. So there are three steps.
 
-    1  `Payment` is written, and committed: from here on it is known that somebody may have paid
-    2  the call, with `Idempotency-Key`: the deal itself, the same in every attempt, from every instance
-    3  its report is kept, the alert about it ordered, and the run ended: one transaction
+    1  insert `Payment` and commit: from now on it is known that a call may have been paid
+    2  call, with the deal as `Idempotency-Key`: the same key in every attempt, from every instance
+    3  store the report, order its alert and end the run: one transaction
 
     killed before 1              nothing happened
-    killed between 1 and 3       called again, under the same key: the upstream has charged for that key already, and
-                                 gives what it gave. **It is the key that makes this exact**, and nothing on our side
-                                 could
-    killed after 3               the report is there, and nobody calls
-    two want the same deal       its primary key, and the run's key, make it one run
-    the call is cut short        as if killed: charged or not, the next attempt's key finds out
+    killed between 1 and 3       called again with the same key: the upstream has already charged for this key, and
+                                 repeats its answer. **The key makes the payment exactly-once**; the desk alone could
+                                 not
+    killed after 3               the report exists, and no call follows
+    two runs for the same deal   prevented by the primary key and by the key of the run
+    the call is aborted          as if killed: the next attempt uses the same key
 
-For an upstream without such keys, 1 is all there is: after a death between 1 and 3, a person looks into the upstream's
-bill before anybody calls again. That is at most once, and no longer by itself.
+If an upstream has no such keys, only step 1 remains: after a death between 1 and 3, a person checks the upstream's bill
+before the next call. That is at most once, and not automatic.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ class Subject(BaseModel):
 
 
 async def open_deal(transaction: AsyncSession, deal: str, *, found_in: str) -> None:
-    """Keep a deal that nobody knew, and order its research: together with whatever else this transaction does."""
+    """Store a new deal and trigger its research, in the caller's transaction."""
     row = insert(Deal).values(deal=deal, found_in=found_in).on_conflict_do_nothing().returning(Deal.deal)
     if await transaction.scalar(row):
         await trigger(research_deal, Subject(deal=deal), key=deal, session=transaction)
@@ -58,7 +58,7 @@ async def research_deal(run: Run[Subject]) -> None:
 
 
 async def intend(run: Run[Subject], deal: str) -> bool:
-    """Write down that a call follows; False if there is a report, and none may."""
+    """Record that a call follows. Return False if the report already exists, so that no call may follow."""
     call = insert(Payment).values(deal=deal, calls=1)
     again = call.on_conflict_do_update(
         index_elements=[Payment.deal], set_={"calls": Payment.calls + 1}, where=Payment.charge.is_(None)

@@ -1,6 +1,6 @@
-"""How often, how much, and where: what is not said by a `DESK_…` variable is as it stands here.
+"""The settings of the desk: intervals, rates and addresses, each with a `DESK_…` variable.
 
-The fleet's own settings begin with `FLOTILLA_`, and unknown ones of those are refused; hence another prefix.
+The prefix differs from the fleet's `FLOTILLA_`, because the fleet refuses unknown names with its own prefix.
 """
 
 from pathlib import Path
@@ -12,38 +12,38 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class Desk(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="DESK_", frozen=True)
 
-    # The PostgreSQL schema of the desk's tables: another one for each namespace that shares a database.
+    # The PostgreSQL schema of the desk's tables. Namespaces that share a database need different ones.
     database_schema: str = Field(default="deal_desk", pattern=r"^[a-z][a-z0-9_]{0,62}$")
 
     filings_every: str = "60s"
     halts_every: float = Field(default=10, gt=0)
     sources_every: str = "2m"
 
-    # EDGAR allows ten requests a second and counts strictly: some room is left for what the network does to them.
+    # EDGAR allows ten requests in any second. The reserve covers delays in the network.
     edgar_rate: str = "5/s"
     news_rate: str = "2/s"
     research_rate: str = "4/s"
     chat_rate: str = "7/s"
 
-    # How long the chat may take to answer, in seconds.
+    # Seconds to wait for an answer of the chat.
     chat_patience: float = Field(default=2, gt=0)
     max_retry_delay: str = "15s"
 
 
 class World(BaseSettings):
-    """Of the fake upstreams."""
+    """The settings of the simulated upstreams."""
 
     model_config = SettingsConfigDict(env_prefix="DESK_WORLD_", frozen=True)
 
-    # Where they are, if somebody has started them. Unset: one of the desk's instances has them, on loopback.
+    # Their address, if they run as a separate process. Unset: an instance of the desk hosts them, on loopback.
     url: str | None = None
     port: int = Field(default=8090, ge=1, le=65535)
     file: Path = Path(".flotilla/deal_desk.sqlite3")
 
-    # So many filings appear at once, every so many seconds.
+    # Every `every` seconds, `bunch` filings appear at once.
     every: float = Field(default=20, gt=0)
     bunch: int = Field(default=5, ge=1, le=50)
-    # The share of the chat's messages that it refuses, and of those that it does not answer.
+    # The shares of messages that the chat refuses, and that it does not answer.
     refuses: float = Field(default=0.3, ge=0, le=1)
     falls_silent: float = Field(default=0.1, ge=0, le=1)
 

@@ -1,13 +1,14 @@
-"""News: an orchestrator has each source read by a run of its own, side by side, and says what came of them.
+"""News: an orchestrator triggers one run per source, which execute in parallel, and returns their results.
 
-One source is slow, and one unreliable. Each run has its own retries, its own breaker and its own limit, so that neither
-holds up the others; and they run on whichever instance has room.
+One source is slow, and one is unreliable. Each run has its own retries, breaker and limit, so no source delays the
+others. The runs execute on any instance with free capacity.
 
-The runs of the sources have keys with the orchestrator's run in them. An orchestrator that is killed and begins anew
-triggers them again, under the same keys, and is given the runs it had: none is read twice because of it. It waits for
-all of them with `result`, and a source that failed is a line in what it returns.
+The keys of these runs contain the id of the orchestrator's run. If the orchestrator is killed and begins again, it
+triggers them again with the same keys and gets the existing runs, so no source is read twice. It waits for all of them
+with `result`; a source that failed is a text in its own result.
 
-Several sources name the same deal, and so do filings: each opens it, one of them does (`research.open_deal`).
+Several sources, and filings, name the same deal. Each of them opens the deal, and the first one succeeds
+(`research.open_deal`).
 """
 
 import asyncio
@@ -31,7 +32,7 @@ class Source(BaseModel):
 
 @action("survey-sources", every=desk.sources_every, overlap="skip", retries=0, timeout="2m")
 async def survey_sources(run: Run) -> dict[str, int | str]:
-    """Have every source read, and wait for all of them."""
+    """Trigger a run for each source, and wait for all of them."""
     await prepared()
     reading = [await trigger(read_source, Source(source=each), key=f"{run.id}-{each}") for each in SOURCES]
     outcomes = await asyncio.gather(*map(outcome, reading))
@@ -39,7 +40,7 @@ async def survey_sources(run: Run) -> dict[str, int | str]:
 
 
 async def outcome(run_id: int) -> int | str:
-    """How many headlines were new, or why nobody knows."""
+    """Return the number of new headlines, or the reason why it is unknown."""
     try:
         new: int = await result(run_id, timeout=60)
     except RunFailed as failure:
@@ -67,7 +68,7 @@ async def read_source(run: Run[Source]) -> int:
 
 async def headlines(source: str) -> list[dict[str, Any]]:
     await limit(f"news-{source}", desk.news_rate)
-    # One that fails now and then all day long is tried again, and not left alone: only one that is down is.
+    # Occasional failures are only retried. The breaker opens for a source that is down.
     async with breaker(f"news-{source}", failures=25, within="60s", rest="5s"), upstream() as client:
         found: list[dict[str, Any]] = (await client.get(f"/news/{source}")).json()
     return found

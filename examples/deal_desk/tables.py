@@ -1,12 +1,12 @@
-"""What the desk remembers. Every key that must not come twice is a primary key or a unique constraint.
+"""The tables of the desk. Each key that must be unique is a primary key or a unique constraint.
 
-They are the second belt. `once`, keys of runs and tokens see to it that nothing is done twice; should one of them be
-taken out, misused, or have forgotten after its retention, an `INSERT … ON CONFLICT DO NOTHING` that returns no row says
-so, and what would have followed from the row does not follow.
+They are a second safeguard. `once`, keys of runs and tokens already prevent that anything is done twice. If one of them
+were removed or misused, or had forgotten a key after its retention, `INSERT … ON CONFLICT DO NOTHING` would return no
+row, and the consequences of that row would not follow.
 
-The tables are in a schema of their own (`DESK_DATABASE_SCHEMA`), because `app/models.py` and its migrations belong to
-the service. `prepared` makes them at first use: all in one transaction, under an advisory lock, so that however many
-instances begin at once, one of them makes all. A service of your own has models and migrations instead.
+The tables have their own schema (`DESK_DATABASE_SCHEMA`), because `app/models.py` and its migrations belong to the
+service. `prepared` creates them at first use, in one transaction under an advisory lock, so that only one of several
+starting instances creates them. A service of your own has models and migrations instead.
 """
 
 from datetime import datetime
@@ -35,7 +35,7 @@ class Filing(Base):
     company: Mapped[str]
     form: Mapped[str]
     seen_at: Mapped[datetime] = mapped_column(server_default=NOW)
-    # Known when the document was read.
+    # Set when the document has been read.
     deal: Mapped[str | None]
 
 
@@ -45,7 +45,7 @@ class Halt(Base):
     halt: Mapped[str] = mapped_column(primary_key=True)
     company: Mapped[str]
     seen_at: Mapped[datetime] = mapped_column(server_default=NOW)
-    # Of the turn that saw it: they only ever grow.
+    # The token of the turn that found it. Tokens only grow.
     token: Mapped[int] = mapped_column(BigInteger)
 
 
@@ -66,7 +66,7 @@ class Deal(Base):
 
 
 class Payment(Base):
-    """That a deal's research is to be paid for, written before the first call; its report, once there is one."""
+    """The payment for the research on a deal, inserted before the first call; later also its report."""
 
     __tablename__ = "research_payments"
 
@@ -78,7 +78,7 @@ class Payment(Base):
 
 
 class Alert(Base):
-    """Something to tell, once for each subject of its kind."""
+    """An alert; there is one per kind and subject."""
 
     __tablename__ = "alerts"
     __table_args__ = (UniqueConstraint("kind", "subject"),)
@@ -88,18 +88,18 @@ class Alert(Base):
     subject: Mapped[str]
     message: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=NOW)
-    # Written after the chat has said that it has it, in the transaction that ends the run.
+    # Set after the chat has confirmed the alert, in the transaction that ends the run.
     delivered_at: Mapped[datetime | None]
     attempts: Mapped[int | None]
 
 
 async def prepared() -> None:
-    """See to it that the tables are there."""
+    """Create the tables, if they do not exist."""
     async with transaction() as session:
-        one_of_them = f"{desk.database_schema}.{Alert.__tablename__}"
-        if await session.scalar(text("SELECT to_regclass(:name)"), {"name": one_of_them}) is not None:
+        last_table = f"{desk.database_schema}.{Alert.__tablename__}"
+        if await session.scalar(text("SELECT to_regclass(:name)"), {"name": last_table}) is not None:
             return
-        await session.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": one_of_them})
+        await session.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": last_table})
         await session.execute(CreateSchema(desk.database_schema, if_not_exists=True))
         connection = await session.connection()
         await connection.run_sync(Base.metadata.create_all)

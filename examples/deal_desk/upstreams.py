@@ -1,7 +1,7 @@
-"""How the others are called: one client for each call, with a deadline, and a name that they can put into their record.
+"""How the upstreams are called: one client per call, with a timeout and a name that the upstreams record.
 
-Whatever is no 2xx is an exception, so that a breaker counts it and a run is tried again. Its text, which stands in the
-run's `error`, says what it was in one line.
+Every answer other than 2xx raises an exception, so that a breaker counts it and the run is retried. Its text, which
+becomes the `error` of the run, describes the failure in one line.
 """
 
 import os
@@ -11,14 +11,14 @@ import httpx
 
 from examples.deal_desk.settings import world
 
-# Reading the certificates takes longer than most calls: once for each process.
+# Created once per process, because reading the certificates takes longer than most calls.
 TLS = ssl.create_default_context()
-# Who calls. An upstream that is asked "was it you?" has something to go by.
+# Identifies the caller in the record of the upstreams.
 CALLER = f"deal-desk/{os.getpid()}"
 
 
 def upstream(patience: float = 10) -> httpx.AsyncClient:
-    """Make a client that waits so many seconds for an answer."""
+    """Return a client with this timeout in seconds."""
     return httpx.AsyncClient(
         base_url=world.address,
         timeout=patience,
@@ -30,5 +30,5 @@ def upstream(patience: float = 10) -> httpx.AsyncClient:
 
 async def refuse_failure(answer: httpx.Response) -> None:
     if not answer.is_success:
-        what = f"{answer.request.method} {answer.request.url.path}: {answer.status_code} {answer.reason_phrase}"
-        raise httpx.HTTPStatusError(what, request=answer.request, response=answer)
+        text = f"{answer.request.method} {answer.request.url.path}: {answer.status_code} {answer.reason_phrase}"
+        raise httpx.HTTPStatusError(text, request=answer.request, response=answer)

@@ -1,14 +1,14 @@
-"""What the world's record says of the desk. Nothing of this is asked of the desk itself.
+"""What the record of the upstreams proves about the desk. The desk itself is not asked.
 
-    filing missed     it appeared, and no alert about it is in the chat
-    alert lost        something appeared (a filing, a halt, a deal), and the chat has nothing about it
-    twice             the chat has shown an alert again. Excused, if the chat had not answered the time before; or if
-                      its caller was killed right then, between the answer and the commit, which only who kills knows
-    too often         an upstream has refused a request because there were too many within a second
-    paid twice        a deal was charged for more than once
-    no singleton      one caller looks at the halts, then another, and then the first again
+    filing missed     it appeared, and the chat has no alert about it
+    alert lost        a filing, a halt or a deal appeared, and the chat has no alert about it
+    twice             the chat has shown an alert again. Excused if the chat had not answered before, or if its caller
+                      was killed between the answer and the commit, which only the killer knows
+    too often         an upstream has refused a request, because there were too many within a second
+    paid twice        a deal was charged more than once
+    no singleton      one caller polls the halts, then another one, and then the first one again
 
-While things are on their way, alerts are missing that are none the less not lost: let the world be quiet first.
+While work is in progress, some alerts are missing that are not lost: let the world be quiet first.
 """
 
 from collections import Counter
@@ -18,10 +18,10 @@ from itertools import groupby, pairwise
 
 from examples.deal_desk.world.record import ALLOWED, Everything, Post
 
-# What an alert is told by: its kind and its subject.
-Told = tuple[str, str]
-# How long after an answer its caller may still have been on the way to its commit, on a machine with much to do.
-ON_THE_WAY = 1.0
+# Kind and subject identify an alert.
+AlertKey = tuple[str, str]
+# Seconds from an answer to the commit of its caller, at most, on a busy machine.
+MAX_COMMIT_DELAY = 1.0
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Verdict:
     filings: int
     halts: int
     deals: int
-    # What should be in the chat and is not; of these, the filings are those that were missed.
-    missing: list[Told]
+    # Alerts that the chat should have and has not. Its filings are the missed filings.
+    missing: list[AlertKey]
     posts: Counter[str]
     shown_again: list[tuple[Post, Post]]
     not_excused: list[tuple[Post, Post]]
-    # The most requests within any second, and how many were refused.
+    # The most requests within any second, and the number of refused requests.
     busiest: dict[str, int]
     too_often: Counter[str]
     calls: int
     charges: int
-    # Who looked at the halts, one turn after the other.
+    # The callers that polled the halts, one turn after the other.
     turns: list[str]
     paid_twice: list[str]
     not_paid: list[str]
@@ -50,7 +50,7 @@ class Verdict:
 
 
 def judge(record: Everything, killed: Mapping[str, float] | None = None) -> Verdict:
-    """Judge a record. `killed` says when, of each caller that was."""
+    """Judge a record. `killed` has the time at which each killed caller was killed."""
     deals = {filing.deal for filing in record.filings} | {headline.deal for headline in record.headlines}
     charges = Counter(charge.deal for charge in record.charges)
     again = shown_again(record.posts)
@@ -58,7 +58,7 @@ def judge(record: Everything, killed: Mapping[str, float] | None = None) -> Verd
         filings=len(record.filings),
         halts=len(record.halts),
         deals=len(deals),
-        missing=sorted(expected(record, deals) - {told(post) for post in record.posts if post.fate == "shown"}),
+        missing=sorted(expected(record, deals) - {key_of(post) for post in record.posts if post.fate == "shown"}),
         posts=Counter(post.fate for post in record.posts),
         shown_again=again,
         not_excused=[pair for pair in again if not excused(pair[0], killed or {})],
@@ -72,23 +72,23 @@ def judge(record: Everything, killed: Mapping[str, float] | None = None) -> Verd
     )
 
 
-def expected(record: Everything, deals: set[str]) -> set[Told]:
-    """Every alert that should be in the chat."""
+def expected(record: Everything, deals: set[str]) -> set[AlertKey]:
+    """Return all alerts that should be in the chat."""
     filings = {("filing", filing.accession) for filing in record.filings}
     halts = {("halt", halt.halt) for halt in record.halts}
     return filings | halts | {("deal", deal) for deal in deals}
 
 
-def told(post: Post) -> Told:
+def key_of(post: Post) -> AlertKey:
     return post.kind, post.subject
 
 
 def shown_again(posts: Sequence[Post]) -> list[tuple[Post, Post]]:
-    """Each time that an alert was shown once more, with the time before."""
-    by_alert: dict[Told, list[Post]] = {}
+    """Return each repeated post of an alert, with the post before it."""
+    by_alert: dict[AlertKey, list[Post]] = {}
     for post in posts:
         if post.fate == "shown":
-            by_alert.setdefault(told(post), []).append(post)
+            by_alert.setdefault(key_of(post), []).append(post)
     return [pair for shown in by_alert.values() for pair in pairwise(shown)]
 
 
@@ -96,7 +96,7 @@ def excused(before: Post, killed: Mapping[str, float]) -> bool:
     if before.answered_at is None:
         return True
     died_at = killed.get(before.caller)
-    return died_at is not None and died_at < before.answered_at + ON_THE_WAY
+    return died_at is not None and died_at < before.answered_at + MAX_COMMIT_DELAY
 
 
 def busiest_second(record: Everything, upstream: str) -> int:

@@ -1,4 +1,4 @@
-"""Where the service's own tables begin: an empty root, so that your first migration has a parent."""
+"""The empty root of the service's own migrations: the parent of your first migration."""
 
 revision = "app_0001"
 down_revision = None

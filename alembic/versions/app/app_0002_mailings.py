@@ -1,4 +1,4 @@
-"""The table of the example: delete it with the example, or write a migration that drops it once it was applied.
+"""The table of the example. Delete it with the example; if it has been applied, drop it in a migration instead.
 
 Revision app_0002, after app_0001.
 """

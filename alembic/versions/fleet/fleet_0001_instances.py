@@ -1,4 +1,4 @@
-"""Instances: who is there, and the queue for leadership."""
+"""The register of instances, and the queue for leadership."""
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import JSONB
@@ -51,8 +51,8 @@ def upgrade() -> None:
         unique=True,
         postgresql_where=sa.text("state <> 'gone' AND NOT workspace_shared"),
     )
-    # What candidates for leadership queue at (app/fleet/cluster/leader.py). A view has no storage, so that a lock
-    # held on it for weeks keeps no vacuum from its work.
+    # Candidates for leadership queue for a lock on it (app/fleet/cluster/leader.py). A view has no storage, so a lock
+    # held for weeks does not block vacuum.
     op.execute("CREATE VIEW leader_turn AS SELECT 1 AS turn")
 
 

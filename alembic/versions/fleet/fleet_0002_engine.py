@@ -1,4 +1,4 @@
-"""Actions, their runs, and what happened in them."""
+"""Actions, runs and the events of runs."""
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY

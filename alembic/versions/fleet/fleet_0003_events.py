@@ -1,6 +1,6 @@
-"""Changes of state are events of a run, with numbers of their own; the feed has those of all runs.
+"""State changes are numbered events of a run; the feed has the state changes of all runs.
 
-Those of runs that there are already are put before what they have said: made, begun, and, for those that ended, ended.
+Existing runs get events for their creation, start and end, numbered before the events that they have emitted.
 """
 
 from datetime import timedelta
@@ -56,7 +56,7 @@ def upgrade() -> None:
     )
     op.create_index("feed_first", "feed", ["first"], unique=True, postgresql_where=sa.text("first IS NOT NULL"))
     op.create_index("feed_new", "feed", ["id"], postgresql_where=sa.text("first IS NULL"))
-    # Written often, read once or twice, and forgotten soon: not worth compressing.
+    # Not compressed: written often, read once or twice, and deleted soon.
     for column in ("runs", "actions", "seqs", "attempts"):
         op.execute(f"ALTER TABLE feed ALTER COLUMN {column} SET STORAGE EXTERNAL")
     settings = op.create_table(

@@ -1,4 +1,4 @@
-"""Locks, those who wait for one, and those that an operator released."""
+"""Locks, their waiters, and the releases by operators."""
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY

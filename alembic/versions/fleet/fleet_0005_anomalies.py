@@ -1,4 +1,4 @@
-"""Who led when, and how far each instance's clock is from PostgreSQL's."""
+"""The terms of leaders, and the clock offset of each instance."""
 
 import sqlalchemy as sa
 

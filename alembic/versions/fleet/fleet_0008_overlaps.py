@@ -1,4 +1,4 @@
-"""Where it is written down if a lock ever had two holders."""
+"""A record of every time that a lock had two holders."""
 
 import sqlalchemy as sa
 

@@ -1,4 +1,4 @@
-"""Lines: runs of an action that run one after another."""
+"""Ordered runs: runs of an action with the same ordering key execute one after another."""
 
 import sqlalchemy as sa
 
@@ -9,7 +9,7 @@ down_revision = "fleet_0008"
 branch_labels = None
 depends_on = None
 
-# What is stored of a run's priority, if it is in a line, is less than its own by this.
+# The stored priority of an ordered run is lower than its own by this offset.
 APART = 10_000
 
 

@@ -1,4 +1,4 @@
-"""Every instant that a run waits for is one that Python can read."""
+"""A constraint: `run_at` is within the range that Python can read."""
 
 from alembic import op
 

@@ -1,4 +1,4 @@
-"""How long a failed run of an action waits, for every instance that gives one back."""
+"""The retry delays of actions, for all instances that return a run to pending."""
 
 import sqlalchemy as sa
 
@@ -11,7 +11,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # The defaults of an action's options: a release that does not know the columns leaves them at these.
+    # The defaults of the options: a release that does not know the columns leaves them at these values.
     op.add_column("actions", sa.Column("retry_delay", sa.Float, nullable=False, server_default=sa.text("1")))
     op.add_column("actions", sa.Column("max_retry_delay", sa.Float, nullable=False, server_default=sa.text("600")))
 

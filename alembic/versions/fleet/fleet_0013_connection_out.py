@@ -1,4 +1,4 @@
-"""How long an instance's pool has missed a connection, if that is longer than any transaction should last."""
+"""How long a connection has been missing from an instance's pool, if that is longer than a transaction may last."""
 
 import sqlalchemy as sa
 

@@ -1,9 +1,9 @@
-"""The fake upstreams: one world for all instances, which fails as others do and keeps a record of what reached it.
+"""The simulated upstreams: one world for all instances, which fails as real upstreams do and records all requests.
 
-    appearing.py   what appears there: filings, halts, headlines
-    record.py      its state, and its record, in a file: neither is lost with the process that has it open
-    app.py         its HTTP
-    host.py        who runs it
+    appearing.py   what appears: filings, halts, headlines
+    record.py      its state and its record, in a file, which outlives the process that has it open
+    app.py         its HTTP interface
+    host.py        the process that runs it
 
-Nothing of the desk is imported here but where the world is to be. What it says of the desk it has from outside.
+It imports nothing of the desk except the address of the world, so its record is independent of the desk.
 """

@@ -1,12 +1,12 @@
-"""The upstreams' HTTP. Each counts who comes too often, and refuses them with 429.
+"""The HTTP interface of the upstreams. Each upstream refuses excess requests with 429.
 
-GET  /edgar/latest, /edgar/filings/{accession}    the newest filings; a document, which says what deal it is about
+GET  /edgar/latest, /edgar/filings/{accession}    the newest filings; a document, which names its deal
 GET  /halts                                       the newest halts
-GET  /news/{source}                               wire: quick. gazette: slow. rumours: fails twice in five times
-POST /research                                    charges once for each Idempotency-Key, and for each call without
-                                                  one; one time in five, its gateway gives up after it has charged
-POST /chat                                        refuses some, and answers some never, of which it has shown half
-GET  /record                                      all that reached it
+GET  /news/{source}                               wire: fast. gazette: slow. rumours: fails two times in five
+POST /research                                    charges once per Idempotency-Key, and for each call without
+                                                  one; one time in five, its gateway times out after the charge
+POST /chat                                        refuses some, and never answers some, half of which it shows
+GET  /record                                      all requests
 POST /quiet                                       nothing new appears from now on
 """
 
@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from examples.deal_desk.settings import World
 from examples.deal_desk.world.record import ALLOWED, Everything, Fate, Record
 
-# Longer than any caller waits.
+# Longer than all timeouts of callers.
 SILENCE = 30.0
 
 Caller = Annotated[str, Header(alias="User-Agent")]
@@ -34,12 +34,12 @@ class Message(BaseModel):
     message: str
 
 
-class Wanted(BaseModel):
+class Order(BaseModel):
     deal: str
 
 
 class Upstreams:
-    """The behaviour of all of them."""
+    """The behaviour of all upstreams."""
 
     def __init__(self, record: Record, settings: World) -> None:
         self.record = record
@@ -74,15 +74,15 @@ class Upstreams:
         return self.record.headlines(source)
 
     async def research(
-        self, wanted: Wanted, caller: Caller, idempotency_key: Annotated[str | None, Header()] = None
+        self, order: Order, caller: Caller, idempotency_key: Annotated[str | None, Header()] = None
     ) -> dict[str, Any]:
         self.admit("research", caller)
         key = idempotency_key or str(uuid.uuid4())
-        self.record.charge(key, wanted.deal)
+        self.record.charge(key, order.deal)
         await asyncio.sleep(self._chance.uniform(0.3, 1))
         if self._happens(0.2):
-            raise HTTPException(504, "the gateway gave up; whether you were charged, it does not know")
-        return {"charge": key, "report": {"deal": wanted.deal, "rating": f"{sum(wanted.deal.encode()) % 5 + 1} of 5"}}
+            raise HTTPException(504, "the gateway timed out; it is unknown whether you were charged")
+        return {"charge": key, "report": {"deal": order.deal, "rating": f"{sum(order.deal.encode()) % 5 + 1} of 5"}}
 
     async def chat(self, message: Message, request: Request, caller: Caller) -> Response:
         self.admit("chat", caller)
@@ -95,7 +95,7 @@ class Upstreams:
         if silent:
             await fall_silent(request)
         else:
-            # A turn for the loop, which may know already that the caller has hung up.
+            # Lets the event loop notice that the caller has disconnected.
             await asyncio.sleep(0.01)
             if not await request.is_disconnected():
                 self.record.answered(post)
@@ -115,9 +115,9 @@ class Upstreams:
 
 
 async def fall_silent(request: Request) -> None:
-    """Say nothing until the caller is gone."""
+    """Do not answer until the caller has disconnected."""
     with contextlib.suppress(TimeoutError):
-        # The body was read; what comes after it is that nobody listens any more.
+        # The body has been read, so the next message is the disconnect.
         await asyncio.wait_for(request.receive(), SILENCE)
 
 

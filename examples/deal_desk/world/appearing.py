@@ -1,6 +1,6 @@
-"""What appears in the world: every so many seconds a bunch of filings, some new deals, a halt, and headlines.
+"""What appears in the world: at intervals a bunch of filings, some new deals, a halt, and headlines.
 
-A deal is named several times, in filings and by sources, as deals are: whoever wants to pay once for each has to look.
+Several filings and sources name the same deal, so a client that wants to pay once per deal must check.
 """
 
 import random
@@ -14,30 +14,30 @@ FORMS = ("8-K", "SC 13D", "DEFM14A", "S-4", "425")
 NAMES = ("Baltic", "Meridian", "Northwind", "Halyard", "Keel", "Sextant", "Anchor", "Spinnaker", "Windlass", "Beacon")
 TRADES = ("Freight", "Shipping", "Insurance", "Dredging", "Cables", "Ports", "Tugs", "Salvage")
 SOURCES = ("wire", "gazette", "rumours")
-# Of so many filings, one is about a deal that nobody has heard of.
+# One filing in so many is about a new deal.
 FILINGS_A_DEAL = 4
-# How many deals are talked about at a time.
-TALKED_ABOUT = 8
+# Deals that filings and headlines are about at a time.
+CURRENT_DEALS = 8
 
 
 class Publisher:
-    """Makes things up, and puts them into the record."""
+    """Invents filings, halts and headlines, and stores them in the record."""
 
     def __init__(self, record: Record, bunch: int) -> None:
         self._record = record
         self._bunch = bunch
-        # No two worlds have a number in common: a desk that outlives one takes nothing of the next for seen.
+        # Unique per world: a desk that continues with a new world must not take its filings for seen.
         self._agent = f"{secrets.randbelow(10**10):010}"
         self._chance = random.Random()
 
     def publish(self) -> None:
         known = self._record.known_deals()
         new = [self._deal(len(known) + number) for number in range(1, 1 + max(1, self._bunch // FILINGS_A_DEAL))]
-        deals = (new + known)[:TALKED_ABOUT]
+        deals = (new + known)[:CURRENT_DEALS]
         self._record.add([*self._filings(new, deals), self._halt(), *self._headlines(deals)])
 
     def _filings(self, new: Sequence[str], deals: Sequence[str]) -> Iterator[Filing]:
-        """Each new deal has one at least."""
+        """Yield new filings; each new deal has at least one."""
         about = [*new, *self._chance.choices(deals, k=self._bunch)][: self._bunch]
         for number, deal in enumerate(about, self._record.count("filings") + 1):
             accession = f"{self._agent}-26-{number:06}"

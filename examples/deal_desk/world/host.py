@@ -1,9 +1,9 @@
-"""Who runs the world: one of the desk's instances, as a singleton, or a process of its own.
+"""The process that runs the world: an instance of the desk, as a singleton, or a separate process.
 
-As a singleton it is on one instance, and on another a moment after that one has died; what has reached it until then is
-in its file. That moment is an outage of all upstreams at once, which is something a desk has to live with anyhow. The
-file and the address are of one machine: for instances on several, start `python -m examples.deal_desk world` on one and
-give its address to all, as `DESK_WORLD_URL`. The singleton does nothing then.
+As a singleton it moves to another instance when its instance dies; its file keeps the record. The move is a short
+outage of all upstreams, which the desk must survive anyway. The file and the address belong to one machine: for
+instances on several machines, start `python -m examples.deal_desk world` on one of them, and set `DESK_WORLD_URL` of
+all instances to its address. The singleton then does nothing.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from examples.deal_desk.world.appearing import Publisher
 from examples.deal_desk.world.record import Record
 
 
-class Guest(uvicorn.Server):
-    """A server inside of somebody else's process: signals are not its own."""
+class EmbeddedServer(uvicorn.Server):
+    """A server within the process of another server, which handles the signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -31,24 +31,24 @@ class Guest(uvicorn.Server):
 @singleton("deal-desk-world")
 async def host_world(_: HeldLock) -> None:
     if world.url is not None:
-        # Somebody else has it. Whoever returned would have another turn.
+        # The world runs elsewhere. If this returned, the singleton would be started again.
         await asyncio.Event().wait()
     await run_world(world)
 
 
 async def run_world(settings: World) -> None:
     """Run the upstreams until this is cancelled."""
-    # Bound here: a port in use is an error that can be caught, and waited for.
+    # Bound here, so that a port in use raises an error that the singleton can handle.
     listener = socket.create_server(("127.0.0.1", settings.port))
     with listener, closing(Record(settings.file)) as record:
         upstreams = Upstreams(record, settings)
         config = uvicorn.Config(create_world(upstreams), log_config=None, access_log=False, lifespan="off")
-        server = Guest(config)
+        server = EmbeddedServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await publish(upstreams, settings)
         finally:
-            # Who is in the middle of a request has lost an upstream, as happens.
+            # Requests in progress are aborted, as in an outage of an upstream.
             server.should_exit = server.force_exit = True
             await serving
 

@@ -1,6 +1,6 @@
-"""The world's state, and the record of all that reached it: a file of SQLite, written before anything is answered.
+"""The state of the world and the record of all its requests: an SQLite file that is written before each answer.
 
-It is no part of the database that the desk uses, and survives every instance. One process has it open at a time.
+It is independent of the desk's database, and outlives all instances. One process has it open at a time.
 """
 
 import sqlite3
@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-# How many requests each upstream allows within any second.
+# Requests that each upstream allows within any second.
 ALLOWED = {"edgar": 10, "halts": 5, "wire": 5, "gazette": 5, "rumours": 5, "research": 10, "chat": 15}
-# How much of a feed its page shows.
+# Entries on the page of a feed.
 PAGE = 60
 
 TABLES = """
@@ -29,7 +29,7 @@ CREATE TABLE IF NOT EXISTS posts (post INTEGER PRIMARY KEY, kind TEXT, subject T
 """
 FEEDS = ("filings", "halts", "headlines", "requests", "charges", "posts")
 
-# What becomes of a message: the chat refuses it, loses it in silence, or has it.
+# The result of a message: the chat refuses it, loses it without an answer, or shows it.
 Fate = Literal["refused", "lost", "shown"]
 
 
@@ -75,7 +75,7 @@ class Post(BaseModel):
     caller: str
     fate: Fate
     at: float
-    # When its caller, who was still there, was sent an answer that said it had arrived.
+    # When the chat confirmed it to a caller that was still connected.
     answered_at: float | None
 
 
@@ -93,7 +93,7 @@ class Record:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._file = sqlite3.connect(file, isolation_level=None)
         self._file.row_factory = sqlite3.Row
-        # It has to survive its process, not the machine.
+        # It must survive its process, but not the machine.
         self._file.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF;" + TABLES)
 
     def close(self) -> None:
@@ -124,13 +124,13 @@ class Record:
         return self._rows(f"SELECT * FROM headlines WHERE source = ? ORDER BY number DESC LIMIT {PAGE}", source)
 
     def known_deals(self) -> list[str]:
-        """The newest first; as many as there have been."""
+        """Return all deals, the newest first."""
         return [row["deal"] for row in self._rows("SELECT deal FROM filings GROUP BY deal ORDER BY min(at) DESC")]
 
-    # -- what reached it ----------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def admit(self, upstream: str, caller: str) -> bool:
-        """Note a request; False if there were as many as allowed within the last second."""
+        """Record a request; return False if the last second already had all allowed requests."""
         now = time.time()
         lately = "SELECT at FROM requests WHERE upstream = ? AND at > ? AND NOT refused"
         admitted = len(self._rows(lately, upstream, now - 1)) < ALLOWED[upstream]
@@ -155,6 +155,6 @@ class Record:
         return [dict(row) for row in self._file.execute(statement, values)]
 
     def _insert(self, table: str, **row: object) -> int | None:
-        places = ", ".join("?" * len(row))
-        statement = f"INSERT OR IGNORE INTO {table} ({', '.join(row)}) VALUES ({places})"
+        placeholders = ", ".join("?" * len(row))
+        statement = f"INSERT OR IGNORE INTO {table} ({', '.join(row)}) VALUES ({placeholders})"
         return self._file.execute(statement, tuple(row.values())).lastrowid
