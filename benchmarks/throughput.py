@@ -26,8 +26,8 @@ from pathlib import Path
 
 from app.fleet.db.embedded import USER
 from app.fleet.db.namespace import Namespace
-from app.fleet.engine.dispatch.ordered import apart
 from app.fleet.runs.insert import INSERT, INSERT_ORDERED
+from app.fleet.runs.ordering import stored_priority
 from benchmarks import peers
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import rates, verdict
@@ -135,7 +135,7 @@ def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs:
             "mark": None,
         }
         if keys:
-            batch["priorities"] = [apart(0, "in a line")] * AT_ONCE
+            batch["priorities"] = [stored_priority(0, "in a line")] * AT_ONCE
         for first in range(0, runs, AT_ONCE):
             if keys:
                 batch["ordering_keys"] = [f"line-{number % keys}" for number in range(first, first + AT_ONCE)]

@@ -4,10 +4,10 @@ from app.fleet.coordination.coordination import breaker, limit, lock
 from app.fleet.coordination.locks.held import HeldLock
 from app.fleet.coordination.singletons import singleton
 from app.fleet.engine.actions.action import Action, action
+from app.fleet.engine.actions.run import Run
 from app.fleet.engine.enqueue.following import follow, result
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.enqueue.trigger import transaction, trigger, trigger_many
-from app.fleet.engine.execute.run import Run
 from app.fleet.engine.once.once import once, once_many
 from app.fleet.errors import (
     AlreadyActive,

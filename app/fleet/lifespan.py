@@ -134,7 +134,7 @@ async def start_up(context: Context, signals: Signals, started: list[Service]) -
         gc.freeze()
     # The instance's row before the probes: a client that has seen 200 from a probe finds the row ready too.
     await member.announce(Phase.READY)
-    await engine.tell_members()
+    await engine.notify_members()
     context.lifecycle.ready()
     log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.location)
     return services

@@ -15,7 +15,7 @@ from tests.support.ordered import NUMBERED, READ_EFFECTS, runs_by_key
 from tests.support.postgres import eventually
 
 INSTANCES = 3
-LINES = 10
+ORDERED = 10
 KILLS = 12
 # Of all lines together.
 BATCH = 40
@@ -41,7 +41,7 @@ def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: b
     chance = random.Random(21)
     instances = fleet.start(INSTANCES)
     leaving: list[InstanceProcess] = []
-    wanted: dict[str, list[int]] = {f"line-{number}": [] for number in range(LINES)}
+    wanted: dict[str, list[int]] = {f"line-{number}": [] for number in range(ORDERED)}
     with psycopg.connect(address, autocommit=True) as session:
         for _ in range(KILLS if kill else KILLS // 4):
             time.sleep(chance.uniform(0.1, 0.6))

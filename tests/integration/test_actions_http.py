@@ -408,8 +408,8 @@ async def test_while_an_action_is_paused_triggers_are_accepted_and_wait(here: Lo
     assert paused["state"] == "paused"
     run = (await post(here, "/actions/noop/runs", status=202)).json()
     await here.run("echo")
-    looks = here.engine.reconciler.looks
-    here.engine.reconciler.look_now()
+    looks = here.engine.reconciler.reads
+    here.engine.reconciler.read_now()
     await soon(lambda: looked(here, looks + 2))
     assert (await here.look(run["id"])).state == "pending"
     assert (await post(here, "/actions/noop/resume", status=200)).json()["state"] == "active"
@@ -417,7 +417,7 @@ async def test_while_an_action_is_paused_triggers_are_accepted_and_wait(here: Lo
 
 
 async def looked(here: LocalInstance, times: int) -> bool:
-    return here.engine.reconciler.looks >= times
+    return here.engine.reconciler.reads >= times
 
 
 async def test_pausing_again_changes_nothing(here: LocalInstance) -> None:

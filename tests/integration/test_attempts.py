@@ -202,8 +202,8 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if our own check of results had a hole."""
+    from app.fleet.engine.actions.run import as_json as genuine
     from app.fleet.engine.execute import executor
-    from app.fleet.engine.execute.run import as_json as genuine
 
     def holed(value: object, what: str, most: int) -> str:
         return "{no json" if value == {"poison": True} else genuine(value, what, most)
@@ -212,7 +212,7 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
     here.running.context.lifecycle.draining.set()
     ids = await here.trigger_all([Order("echo", {"poison": n == 7}) for n in range(20)])
     here.running.context.lifecycle.draining.clear()
-    here.engine.executor.wake()
+    here.engine.dispatcher.wake()
     ended = [await here.ended(run_id) for run_id in ids]
     assert [run.state for run in ended] == ["failed" if n == 7 else "succeeded" for n in range(20)]
     assert "refused by PostgreSQL" in (ended[7].error or "")

@@ -13,11 +13,11 @@ from app.fleet.cluster.registry import Registry
 from app.fleet.db.statements import array
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
-from app.fleet.engine.dispatch.claim import ALLOWED, CLAIM, MANY
+from app.fleet.engine.dispatch.backlog import MANY, QueueKey
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.engine.execute.writer import FINISH
 from app.fleet.engine.maintenance.rescuer import Rescue
-from app.fleet.runs.claim import Row
+from app.fleet.runs.claim import ALLOWED, CLAIM, Row
+from app.fleet.runs.end import FINISH
 from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, declare, engine_harness
 
 pytestmark = pytest.mark.anyio
@@ -120,7 +120,7 @@ async def test_places_without_limits_are_claimed_in_one_statement_whatever_their
     async with engine_harness(address, *actions) as here:
         made = await here.trigger(*[Order(each.name) for each in actions])
         one = await here.instance("one")
-        genuine, calls = one.claimant._take, []
+        genuine, calls = one.claimant._claim, []
 
         async def counted(*args: Any, **options: Any) -> list[Row]:
             calls.append(args)
@@ -194,16 +194,16 @@ async def test_a_run_that_becomes_due_while_a_claim_is_under_way_is_claimed_next
         await one.claim()
         soon_due = datetime.now(UTC) + timedelta(seconds=1)
         await here.trigger(Order("tick"), Order("tick", run_at=soon_due))
-        ask = one.claimant._ask_for_next
+        ask = one.claimant._read_next_due
 
         async def ask_when_it_is_due(*values: Any) -> None:
             while (await here.sql("SELECT clock_timestamp() > %s", soon_due)) == [(False,)]:
                 pass
             await ask(*values)
 
-        monkeypatch.setattr(one.claimant, "_ask_for_next", ask_when_it_is_due)
+        monkeypatch.setattr(one.claimant, "_read_next_due", ask_when_it_is_due)
         now = asyncio.get_running_loop().time()
-        one.claimant.backlog.tell(here.catalogue.id_of("tick"), 0, soon_due, now)
+        one.backlog.add(here.catalogue.id_of("tick"), 0, soon_due, now)
         assert len(await one.claim()) == 1
         assert len(await one.claim(everywhere=False)) == 1
 
@@ -238,8 +238,8 @@ async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(
         register = Registry(NAMESPACE, [Rescue(NAMESPACE)])
         async with here.database.connection() as connection:
             now = asyncio.get_running_loop().time()
-            one.claimant.backlog.tell(here.catalogue.id_of("tick"), 0, datetime(2020, 1, 1, tzinfo=UTC), now)
-            due = one.claimant.backlog.due(now)
+            one.backlog.add(here.catalogue.id_of("tick"), 0, datetime(2020, 1, 1, tzinfo=UTC), now)
+            due = one.backlog.due(now)
             assert len(await one.claimant.claim(connection, one.identity, due, 1, now)) == 1
             # Not committed yet.
             with psycopg.connect(address, autocommit=True) as leader:
@@ -333,9 +333,9 @@ async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> 
         one = await here.instance("one")
         await one.claim()
         await here.trigger(Order("tick"), Order("tick", run_at=later))
-        one.claimant.backlog.tell(here.catalogue.id_of("tick"), 0, later, now)
+        one.backlog.add(here.catalogue.id_of("tick"), 0, later, now)
         assert len(await one.claim()) == 1
-        due = one.claimant.backlog.next_due()
+        due = one.backlog.next_due()
         assert due is not None
         assert 3500 < due - now < 3700
 
@@ -345,7 +345,7 @@ async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> 
 
 async def told(one: Claiming, name: str, run_at: datetime) -> None:
     now = asyncio.get_running_loop().time()
-    one.claimant.backlog.tell(one.harness.catalogue.id_of(name), 0, run_at, now)
+    one.backlog.add(one.harness.catalogue.id_of(name), 0, run_at, now)
 
 
 async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None:
@@ -359,7 +359,7 @@ async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None
                 await here.trigger(*[Order("tick")] * 50)
                 assert len(await one.claim()) == 50
                 await here.sql("DELETE FROM runs RETURNING 1")
-            floor = one.claimant.backlog._spots[here.catalogue.id_of("tick"), 0].floor
+            floor = one.backlog._queues[QueueKey(here.catalogue.id_of("tick"), 0)].floor
             look = """
                 EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, SUMMARY OFF, FORMAT JSON)
                 SELECT id FROM runs
@@ -392,14 +392,14 @@ async def test_what_is_told_while_a_claim_is_under_way_is_not_forgotten(address:
     async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
         ((began,),) = await here.sql("SELECT now()")
-        ready = one.claimant.backlog
+        ready = one.backlog
         await told(one, "tick", began)
-        ready.begin()
+        ready.begin_claim()
         await told(one, "tick", began - timedelta(seconds=1))
-        place = (here.catalogue.id_of("tick"), 0)
-        ready.exhausted(place, began, ready.end().get(place))
+        place = QueueKey(here.catalogue.id_of("tick"), 0)
+        ready.exhausted(place, began, ready.end_claim().get(place))
         assert ready.due(asyncio.get_running_loop().time())
-        assert ready._spots[place].floor == began - timedelta(seconds=1)
+        assert ready._queues[place].floor == began - timedelta(seconds=1)
 
 
 async def test_many_places_at_once_are_shared_out(address: str) -> None:
@@ -412,10 +412,10 @@ async def test_many_places_at_once_are_shared_out(address: str) -> None:
         parts = []
         for ours in range(3):
             one = await here.instance(f"i-{ours}")
-            one.claimant.clock.learn(server_now, now)
-            one.claimant.backlog.part = (ours, 3)
-            others = one.claimant.backlog.tell_all(everyone, now)
-            parts.append({place[0] for place, _ in one.claimant.backlog.due(now)})
+            one.clock.learn(server_now, now)
+            one.backlog.part = (ours, 3)
+            others = one.backlog.add_all(everyone, now)
+            parts.append({place[0] for place, _ in one.backlog.due(now)})
             assert {place[0] for place in others} == set(here.catalogue.ids) - parts[-1]
         assert [len(part) for part in parts] == [len(set(everyone)) // 3 + (ours == 1) for ours in range(3)]
         assert set.union(*parts) == set(here.catalogue.ids)
@@ -426,11 +426,11 @@ async def test_a_few_places_are_everyones(address: str) -> None:
     actions = [declare(f"tick-{number}") for number in range(4)]
     async with engine_harness(address, *actions) as here:
         one = await here.instance("one")
-        one.claimant.backlog.part = (2, 3)
+        one.backlog.part = (2, 3)
         now = asyncio.get_running_loop().time()
-        assert not one.claimant.backlog.tell_all([(each, 0, datetime.now(UTC)) for each in here.catalogue.ids], now)
-        one.claimant.clock.learn(datetime.now(UTC), now)
-        assert len(one.claimant.backlog.due(now + 0.001)) == 4
+        assert not one.backlog.add_all([(each, 0, datetime.now(UTC)) for each in here.catalogue.ids], now)
+        one.clock.learn(datetime.now(UTC), now)
+        assert len(one.backlog.due(now + 0.001)) == 4
 
 
 async def test_a_completion_finds_its_rows_by_their_ids_even_if_it_was_planned_on_an_empty_table(address: str) -> None:

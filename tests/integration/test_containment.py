@@ -80,7 +80,7 @@ async def test_no_run_can_wait_beyond_the_calendar(here: LocalInstance) -> None:
 
 
 async def test_a_write_of_another_attempt_that_is_refused_is_an_ordinary_failure(here: LocalInstance) -> None:
-    other = await here.attempt(await here.trigger("nap", {"seconds": 60}))
+    other = await here.handle(await here.trigger("nap", {"seconds": 60}))
     trial_faults.strangers[:] = [other]
     with here.unwatched():
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s RETURNING 1", other.id)
@@ -111,22 +111,22 @@ async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch, letters: int
 ) -> None:
     own = here.engine.executor.writer
-    genuine, gate, held = own._append, asyncio.Event(), asyncio.Event()
+    genuine, gate, held = own._append_events, asyncio.Event(), asyncio.Event()
 
     async def wait_first(*given: Any) -> None:
         held.set()
         await gate.wait()
         await genuine(*given)
 
-    monkeypatch.setattr(own, "_append", wait_first)
+    monkeypatch.setattr(own, "_append_events", wait_first)
     attempt = await here.attempt(await here.trigger("babble", {"letters": letters}))
     await held.wait()
     # Everything that is ready to go on has gone on when the loop has gone round a few times.
     for _ in range(100):
         await asyncio.sleep(0)
-    assert attempt.said <= writer.UNWRITTEN_MOST
-    assert attempt.said_weight <= writer.UNWRITTEN_WEIGHT + letters + 100
-    held_back = attempt.said
+    assert attempt.unwritten_events <= writer.MAX_UNWRITTEN_EVENTS
+    assert attempt.unwritten_size <= writer.MAX_UNWRITTEN_SIZE + letters + 100
+    held_back = attempt.unwritten_events
     gate.set()
     # It goes on when there is room: more is written than was held back.
     await soon(lambda: here.sql("SELECT 1 FROM runs WHERE events > %s", 2 * held_back))
@@ -192,16 +192,17 @@ async def test_a_transaction_that_holds_the_row_of_a_run_delays_that_run_alone(
     name, payload, state = WAYS_TO_WRITE[how]
     attempt = await here.attempt(await here.trigger(name, payload))
     async with await psycopg.AsyncConnection.connect(address) as holder:
-        await holder.execute(f"SELECT FROM flotilla.runs WHERE id = {attempt.id} FOR {lock}")
+        await holder.execute(f"SELECT FROM flotilla.runs WHERE id = {attempt.run_id} FOR {lock}")
         if how in {"ends", "fails"}:
             await soon(lambda: here.sql("SELECT 1 WHERE %s", attempt.recorded))
         for _ in range(2):
             other = await here.run("walk", {"steps": 3, "seconds": 0.05})
             assert (other.state, other.attempt) == ("succeeded", 1)
         await holder.rollback()
-    run = await here.ended(attempt.id)
+    run = await here.ended(attempt.run_id)
     assert run.state == state
     assert not here.engine.executor.writer.fenced, "no write was taken for one of an old token"
-    said = await here.sql("SELECT seq FROM run_events WHERE run_id = %s AND kind <> 'state' ORDER BY seq", attempt.id)
+    events = "SELECT seq FROM run_events WHERE run_id = %s AND kind <> 'state' ORDER BY seq"
+    said = await here.sql(events, attempt.run_id)
     assert [seq for (seq,) in said] == list(range(3, 3 + len(said)))
     await all_slots_are_free(here)

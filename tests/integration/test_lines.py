@@ -12,13 +12,17 @@ from psycopg.rows import TupleRow
 from app.fleet.cluster.registry import Registry
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import array
-from app.fleet.engine.dispatch import claim, ordered
-from app.fleet.engine.dispatch.ordered import LINES, ScanCursor, place_of
+from app.fleet.engine.dispatch import ordered
+from app.fleet.engine.dispatch.backlog import QueueKey
+from app.fleet.engine.dispatch.ordered import ScanCursor
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.engine.execute.writer import FINISH
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import EngineError
 from app.fleet.runs import records
+from app.fleet.runs.claim import CLAIM
+from app.fleet.runs.claim_ordered import CLAIM_ORDERED
+from app.fleet.runs.end import FINISH
+from app.fleet.runs.ordering import ORDERED, queue_priority, stored_priority
 from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, EngineHarness, declare, engine_harness
 from tests.support.runs import soon
 
@@ -80,7 +84,7 @@ async def test_a_head_that_waits_for_its_time_holds_its_line_and_the_time_is_kno
         await here.sql(held, first)
         one = await here.instance("one")
         assert ids(await one.claim()) == [other]
-        due = one.claimant.backlog.next_due()
+        due = one.backlog.next_due()
         assert due is not None
         assert 3500 < due - asyncio.get_running_loop().time() < 3700
         await here.sql("UPDATE runs SET run_at = now() WHERE id = %s RETURNING 1", first)
@@ -129,7 +133,7 @@ RETURNING id
 
 
 def insert(session: psycopg.Connection[TupleRow], here: EngineHarness) -> int:
-    row = session.execute(INSERT, [here.catalogue.id_of("tick"), LINES]).fetchone()
+    row = session.execute(INSERT, [here.catalogue.id_of("tick"), ORDERED]).fetchone()
     assert row is not None
     return int(row[0])
 
@@ -167,7 +171,7 @@ async def test_two_claims_that_saw_different_heads_do_not_both_take_one(address:
             await soon(lambda: here.sql(waits))
         assert await second == []
         assert await here.sql("SELECT id FROM runs WHERE state = 'running'") == [(later,)]
-        due = two.claimant.backlog.next_due()
+        due = two.backlog.next_due()
         assert due is not None
         assert due - asyncio.get_running_loop().time() < 1, "it looks again soon"
         await here.sql(END, [later])
@@ -176,8 +180,8 @@ async def test_two_claims_that_saw_different_heads_do_not_both_take_one(address:
 
 async def claim_on(one: Claiming, connection: Any) -> list[Claimed]:
     now = asyncio.get_running_loop().time()
-    one.claimant.backlog.tell(one.harness.catalogue.id_of("tick"), LINES, datetime(2020, 1, 1, tzinfo=UTC), now)
-    rows = await one.claimant.claim(connection, one.identity, one.claimant.backlog.due(now), 10, now)
+    one.backlog.add(one.harness.catalogue.id_of("tick"), ORDERED, datetime(2020, 1, 1, tzinfo=UTC), now)
+    rows = await one.claimant.claim(connection, one.identity, one.backlog.due(now), 10, now)
     return [Claimed(row[0], row[2], row[6]) for row in rows]
 
 
@@ -200,7 +204,7 @@ async def test_lines_take_turns(address: str) -> None:
             ((run_id, _, _),) = await one.claim(room=1)
             turns += [key for (key,) in await here.sql("DELETE FROM runs WHERE id = %s RETURNING ordering_key", run_id)]
             # It would go on with this line at once, were there not others whose turn it is.
-            one.claimant.backlog.tell_ended(here.catalogue.id_of("tick"), turns[-1])
+            one.backlog.add_next_of(here.catalogue.id_of("tick"), turns[-1])
         assert turns == ["a", "b", "c"] * 3
 
 
@@ -215,12 +219,12 @@ async def test_more_lines_than_one_claim_looks_at_are_all_come_to(
         await here.sql("UPDATE runs SET run_at = now() + interval '1 h' WHERE ordering_key <> 'line-7' RETURNING 1")
         one, claims = await here.instance("one"), 0
         await told(one)
-        while one.claimant.backlog.due(asyncio.get_running_loop().time()):
+        while one.backlog.due(asyncio.get_running_loop().time()):
             claims += 1
             for run in await one.claim(everywhere=False):
                 assert (claims, await key_of(here, run.run_id)) == (3, "line-7")
         assert claims == 4
-        due = one.claimant.backlog.next_due()
+        due = one.backlog.next_due()
         assert due is not None
         assert due - asyncio.get_running_loop().time() > 3500, "the others are for later, and that is known"
 
@@ -237,12 +241,12 @@ async def test_after_many_lines_a_look_rests_and_lines_that_are_asked_for_do_not
         await told(one)
         (run,) = await one.claim(everywhere=False)
         await told(one)
-        assert one.claimant.backlog.due(loop.time()) == []
-        due = one.claimant.backlog.next_due()
+        assert one.backlog.due(loop.time()) == []
+        due = one.backlog.next_due()
         assert due is not None
         assert 1 < due - loop.time() < 10, "two lines of a thousand"
         await here.sql(END, [run.run_id])
-        one.claimant.backlog.tell_ended(here.catalogue.id_of("tick"), "b")
+        one.backlog.add_next_of(here.catalogue.id_of("tick"), "b")
         assert len(await one.claim(everywhere=False)) == 1
 
 
@@ -257,8 +261,8 @@ async def test_a_look_that_has_not_come_round_rests_too(address: str, monkeypatc
         await told(one)
         assert await one.claim(everywhere=False) == []
         await told(one)
-        assert one.claimant.backlog.due(loop.time()) == []
-        due = one.claimant.backlog.next_due()
+        assert one.backlog.due(loop.time()) == []
+        due = one.backlog.next_due()
         assert due is not None
         assert 3000 < due - loop.time() < 3700
 
@@ -272,9 +276,9 @@ async def told(one: Claiming, name: str = "tick") -> None:
     """Tell of a run in some line, as a notification does."""
     now = asyncio.get_running_loop().time()
     ((server_now,),) = await one.harness.sql("SELECT clock_timestamp()")
-    one.claimant.clock.learn(server_now, now)
+    one.clock.learn(server_now, now)
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
-    one.claimant.backlog.tell(one.harness.catalogue.id_of(name), LINES, long_ago, now)
+    one.backlog.add(one.harness.catalogue.id_of(name), ORDERED, long_ago, now)
 
 
 async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_look_at_the_others(address: str) -> None:
@@ -283,16 +287,16 @@ async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_loo
             await line(here, key, 2)
         one = await here.instance("one")
         assert len(await one.claim()) == 3
-        ring = one.claimant.backlog._spots[here.catalogue.id_of("tick"), LINES].ring
+        ring = one.backlog._queues[QueueKey(here.catalogue.id_of("tick"), ORDERED)].cursor
         assert isinstance(ring, ScanCursor)
         assert await one.claim(everywhere=False) == [], "nobody is told of anything"
         (first,) = await here.sql("DELETE FROM runs WHERE ordering_key = 'b' AND state = 'running' RETURNING id")
-        one.claimant.backlog.tell_ended(here.catalogue.id_of("tick"), "b")
+        one.backlog.add_next_of(here.catalogue.id_of("tick"), "b")
         before = (ring.after, ring.start)
         (run,) = await one.claim(everywhere=False)
         assert run.run_id > first[0]
         assert await key_of(here, run.run_id) == "b"
-        assert (ring.after, ring.start, ring.ended) == (*before, {})
+        assert (ring.after, ring.start, ring.asked) == (*before, {})
 
 
 async def test_lines_that_there_was_no_room_for_are_asked_for_again(address: str) -> None:
@@ -304,10 +308,10 @@ async def test_lines_that_there_was_no_room_for_are_asked_for_again(address: str
         await one.claim(everywhere=False)
         await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
         for key in ("a", "b", "c"):
-            one.claimant.backlog.tell_ended(here.catalogue.id_of("tick"), key)
+            one.backlog.add_next_of(here.catalogue.id_of("tick"), key)
         assert len(await one.claim(room=2, everywhere=False)) == 2
         assert len(await one.claim(room=2, everywhere=False)) == 1
-        assert not one.claimant.backlog.due(asyncio.get_running_loop().time())
+        assert not one.backlog.due(asyncio.get_running_loop().time())
 
 
 async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address: str) -> None:
@@ -318,7 +322,7 @@ async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address
         assert len(await one.claim()) == 4
         await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
         await told(one)
-        ring = one.claimant.backlog._spots[here.catalogue.id_of("tick"), LINES].ring
+        ring = one.backlog._queues[QueueKey(here.catalogue.id_of("tick"), ORDERED)].cursor
         assert isinstance(ring, ScanCursor)
         # All are asked for, and of what is left of the round, two are met.
         ring.ask(["x", "y", "a", "b"])
@@ -337,7 +341,7 @@ async def test_what_is_told_while_lines_are_looked_at_is_found_also_behind_what_
             await line(here, key, 1, run_at=later)
         one = await here.instance("one")
         await told(one)
-        real = ordered.claim
+        real = ordered.claim_heads
 
         async def while_it_looks(*given: Any, **wanted: Any) -> Any:
             await told(one)
@@ -345,9 +349,9 @@ async def test_what_is_told_while_lines_are_looked_at_is_found_also_behind_what_
             await line(here, "a", 1)
             return found
 
-        monkeypatch.setattr(ordered, "claim", while_it_looks)
+        monkeypatch.setattr(ordered, "claim_heads", while_it_looks)
         assert await one.claim(everywhere=False) == []
-        monkeypatch.setattr(ordered, "claim", real)
+        monkeypatch.setattr(ordered, "claim_heads", real)
         claimed = [run for _ in range(3) for run in await one.claim(everywhere=False)]
         assert [await key_of(here, run.run_id) for run in claimed] == ["a"]
 
@@ -426,7 +430,7 @@ async def test_a_refused_head_takes_nothing_back_that_was_claimed_under_the_same
     async with engine_harness(address, declare("tick", concurrency=9), declare("tock", concurrency=9)) as here:
         await here.trigger(Order("tick", ordering_key="a"), Order("tock", ordering_key="a"))
         one = await here.instance("one")
-        real = ordered.claim
+        real = ordered.claim_heads
         refused: list[int] = []
 
         async def refuse_one(connection: Any, *given: Any, **wanted: Any) -> Any:
@@ -435,10 +439,10 @@ async def test_a_refused_head_takes_nothing_back_that_was_claimed_under_the_same
                 await connection.execute("DO $$ BEGIN RAISE unique_violation; END $$")
             return await real(connection, *given, **wanted)
 
-        monkeypatch.setattr(ordered, "claim", refuse_one)
+        monkeypatch.setattr(ordered, "claim_heads", refuse_one)
         assert len(await one.claim()) == 1
         assert await here.sql("SELECT count(*) FROM runs WHERE state = 'running'") == [(1,)]
-        await asyncio.sleep(2 * ordered.AGAIN)
+        await asyncio.sleep(2 * ordered.RETRY)
         assert len(await one.claim(everywhere=False)) == 1
 
 
@@ -448,7 +452,7 @@ async def test_what_was_taken_of_one_action_is_kept_if_the_claim_of_another_fail
     async with engine_harness(address, declare("tick"), declare("tock")) as here:
         await here.trigger(Order("tick", ordering_key="a"), Order("tock", ordering_key="a"))
         one = await here.instance("one")
-        real = ordered.claim
+        real = ordered.claim_heads
         asked: list[int] = []
 
         async def fail_the_second(*given: Any, **wanted: Any) -> Any:
@@ -457,7 +461,7 @@ async def test_what_was_taken_of_one_action_is_kept_if_the_claim_of_another_fail
                 raise psycopg.OperationalError("the connection is lost")
             return await real(*given, **wanted)
 
-        monkeypatch.setattr(ordered, "claim", fail_the_second)
+        monkeypatch.setattr(ordered, "claim_heads", fail_the_second)
         claimed = await one.claim()
         assert await here.sql("SELECT id FROM runs WHERE state = 'running'") == [(run.run_id,) for run in claimed]
         assert len(claimed) == 1
@@ -469,7 +473,7 @@ async def test_a_paused_action_has_none_of_its_lines_claimed(address: str) -> No
         one = await here.instance("one")
         await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
         assert await one.claim() == []
-        assert not one.claimant.backlog.due(asyncio.get_running_loop().time())
+        assert not one.backlog.due(asyncio.get_running_loop().time())
         await here.sql("UPDATE actions SET paused_at = NULL RETURNING 1")
         assert len(await one.claim()) == 1
 
@@ -495,9 +499,9 @@ async def test_a_long_line_costs_nobody_anything(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(*[Order("tick")] * 10)
         await line(here, "b", 10)
-        before = [await blocks(here, claim.CLAIM), await blocks(here, ordered.CLAIM)]
+        before = [await blocks(here, CLAIM), await blocks(here, CLAIM_ORDERED)]
         await here.trigger(*[Order("tick", ordering_key="a")] * 10_000)
-        after = [await blocks(here, claim.CLAIM), await blocks(here, ordered.CLAIM)]
+        after = [await blocks(here, CLAIM), await blocks(here, CLAIM_ORDERED)]
         # The indexes are a level deeper, and there is a line more.
         assert after[0] <= before[0] + 20, (before, after)
         assert after[1] <= before[1] + 60, (before, after)
@@ -508,12 +512,12 @@ async def blocks(here: EngineHarness, statement: Statement) -> int:
     one = await here.instance("counting")
     values: dict[str, Any] = {"me": one.identity.id, "name": "counting", "counted": False}
     action_id = here.catalogue.id_of("tick")
-    if statement is claim.CLAIM:
+    if statement is CLAIM:
         values |= {"actions": array([action_id]), "priorities": "{0}", "floors": "{2020-01-01}", "mosts": "{5}"}
         values |= {"timeouts": "{60}", "room": 5, "passed": "{0}"}
     else:
         values |= {"action": action_id, "timeout": 60.0, "after": "", "wrapped": False, "start": "", "keys": ["a", "b"]}
-        values |= {"looks": ordered.LOOKS, "most": 100}
+        values |= {"looks": ordered.MAX_KEYS, "most": 100}
     async with here.database.connection() as connection:
         explain = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + NAMESPACE.sql(statement)
         row = await (await connection.execute(explain, values)).fetchone()
@@ -597,7 +601,7 @@ async def test_what_is_no_key_is_refused_before_anything_is_written(address: str
         assert await here.sql("SELECT id FROM runs") == []
 
 
-@pytest.mark.parametrize(("priority", "place"), [(0, 0), (-1000, -1000), (1000, 1000), (-10_000, LINES)])
+@pytest.mark.parametrize(("priority", "place"), [(0, 0), (-1000, -1000), (1000, 1000), (-10_000, ORDERED)])
 def test_lines_wait_at_a_place_that_no_priority_has(priority: int, place: int) -> None:
-    assert place_of(priority) == place
-    assert {place_of(ordered.apart(given, "a")) for given in (-1000, 0, 1000)} == {LINES}
+    assert queue_priority(priority) == place
+    assert {queue_priority(stored_priority(given, "a")) for given in (-1000, 0, 1000)} == {ORDERED}

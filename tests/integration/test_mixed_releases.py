@@ -6,9 +6,9 @@ import psycopg
 import pytest
 
 from app.fleet.db.statements import array
-from app.fleet.engine.dispatch.claim import CLAIM
-from app.fleet.engine.dispatch.ordered import LINES
 from app.fleet.engine.enqueue.orders import Order
+from app.fleet.runs.claim import CLAIM
+from app.fleet.runs.ordering import ORDERED
 from tests.support.engine_harness import NAMESPACE, Claiming, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ async def claim_as_if_there_were_no_lines(one: Claiming) -> list[int]:
     (action_id,) = one.harness.catalogue.ids
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
     values = {"me": one.identity.id, "name": one.identity.name, "room": 4, "counted": False}
-    values |= {"actions": array([action_id, action_id]), "priorities": array([0, LINES]), "mosts": "{4,4}"}
+    values |= {"actions": array([action_id, action_id]), "priorities": array([0, ORDERED]), "mosts": "{4,4}"}
     values |= {"passed": "{0,0}", "floors": array([long_ago, long_ago]), "timeouts": "{60,60}"}
     async with one.harness.database.autocommit() as connection:
         rows = await (await connection.execute(NAMESPACE.sql(CLAIM), values)).fetchall()

@@ -11,10 +11,12 @@ import pytest
 from app.fleet import Fenced, Run
 from app.fleet.cluster.registry import BATCH
 from app.fleet.db.namespace import Statement
-from app.fleet.engine.dispatch.claim import MANY
+from app.fleet.engine.dispatch.backlog import MANY
 from app.fleet.engine.enqueue.orders import Order
+from app.fleet.engine.execute.attempt import Attempt, Ending
 from app.fleet.engine.maintenance import pruner, reconciler, rescuer
 from app.fleet.runs import events as stream
+from app.fleet.runs import requeue
 from tests.support.engine_harness import NAMESPACE, declare, engine_harness
 from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.service import service
@@ -48,9 +50,9 @@ async def test_a_run_for_later_begins_on_time_and_the_next_one_too(
 ) -> None:
     ids = [(await here.sql(INSERT, delay))[0][0] for delay in (1.0, 1.3, 1.6)]
     # One look finds the first of them. From then on there is none, and who has ended a run knows when the next is due.
-    looks = here.engine.reconciler.looks
+    looks = here.engine.reconciler.reads
     monkeypatch.setattr(reconciler, "EVERY", 3600)
-    here.engine.reconciler.look_now()
+    here.engine.reconciler.read_now()
     await soon(lambda: looked(here, looks + 1))
     for run_id in ids:
         run = await here.ended(run_id)
@@ -59,7 +61,7 @@ async def test_a_run_for_later_begins_on_time_and_the_next_one_too(
 
 
 async def looked(here: LocalInstance, times: int) -> bool:
-    return here.engine.reconciler.looks >= times
+    return here.engine.reconciler.reads >= times
 
 
 # -- what a death left over --------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ async def test_a_sweep_takes_back_all_runs_of_an_instance_that_is_gone_however_m
 async def test_a_claim_whose_answer_was_lost_is_put_back_and_made_again(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claimant = here.engine.executor.claimant
+    claimant = here.engine.claimant
     genuine = claimant.claim
     lost: list[Any] = []
 
@@ -108,16 +110,16 @@ async def test_a_claim_whose_answer_was_lost_is_put_back_and_made_again(
 async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claimant = here.engine.executor.claimant
+    claimant = here.engine.claimant
     asked: list[bool] = []
 
     async def fail(*_: Any) -> None:
         asked.append(True)
         raise psycopg.OperationalError("the connection broke under the question")
 
-    monkeypatch.setattr(claimant, "_ask_for_next", fail)
+    monkeypatch.setattr(claimant, "_read_next_due", fail)
     await here.engine.triggers.trigger([Order("echo", run_at=datetime.now(UTC) + timedelta(hours=1))])
-    await soon(lambda: here.sql("SELECT 1 WHERE %s", claimant.backlog.next_due() is not None))
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.backlog.next_due() is not None))
     run = await here.run("echo")
     assert (run.state, run.attempt) == ("succeeded", 1)
     assert asked
@@ -191,15 +193,15 @@ async def test_a_run_that_was_taken_and_claimed_again_by_the_same_instance_has_i
     # The claim must notice it alone: the reconciler does not compare.
     with here.unwatched():
         await here.sql("UPDATE runs SET state = 'pending' WHERE id = %s RETURNING 1", run_id)
-        here.engine.reconciler.look_now()
+        here.engine.reconciler.read_now()
         await ended_fenced(former)
     assert (await here.attempt(run_id)).token == former.token + 1
 
 
-async def ended_fenced(attempt: Run[Any]) -> None:
+async def ended_fenced(attempt: Attempt) -> None:
     assert attempt.task is not None
     await asyncio.wait_for(asyncio.wait([attempt.task]), 60)
-    assert attempt.ending == "fenced"
+    assert attempt.ending is Ending.FENCED
 
 
 async def test_a_limit_that_is_only_in_the_table_is_learnt(here: LocalInstance) -> None:
@@ -220,7 +222,7 @@ async def test_with_few_connections_everything_goes_on(address: str) -> None:
 
 async def test_every_write_of_an_old_token_is_refused_while_another_attempt_is_running(here: LocalInstance) -> None:
     run_ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(4)]
-    by_checkpoint, by_guard, by_commit, by_event = [await here.attempt(each) for each in run_ids]
+    by_checkpoint, by_guard, by_commit, by_event = [await here.handle(each) for each in run_ids]
     with here.unwatched():
         # As if each had been taken over, and run again, by somebody who lives: the row is running, under another token.
         await here.sql("UPDATE runs SET token = token + 1 RETURNING 1")
@@ -253,13 +255,13 @@ async def test_a_commit_waits_for_what_the_run_said_before(
 ) -> None:
     await here.sql(EFFECTS)
     writer = here.engine.executor.writer
-    genuine = writer._append
+    genuine = writer._append_events
 
     async def slowly(*given: Any) -> None:
         await asyncio.sleep(0.3)
         await genuine(*given)
 
-    monkeypatch.setattr(writer, "_append", slowly)
+    monkeypatch.setattr(writer, "_append_events", slowly)
     run = await here.run("note")
     assert run.state == "succeeded"
     assert await here.sql("SELECT kind FROM run_events") == [("noting",)]
@@ -331,13 +333,13 @@ async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(addr
 async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
-        for number in range(rescuer.DEATHS):
+        for number in range(requeue.MAX_DEATHS):
             one = await here.instance(f"i-{number}")
             assert [run.run_id for run in await one.claim()] == [run_id]
             with psycopg.connect(address) as death:
                 rescuer.Rescue(NAMESPACE)(death, [one.identity.id])
         assert await here.sql("SELECT state, error FROM finished_runs") == [
-            ("failed", f"{rescuer.DEATHS} instances died while they ran it, the last of them i-19")
+            ("failed", f"{requeue.MAX_DEATHS} instances died while they ran it, the last of them i-19")
         ]
 
 
@@ -511,14 +513,14 @@ async def test_a_feed_that_nobody_reads_is_pruned(here: LocalInstance) -> None:
 async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_others_for_that_long(
     here: LocalInstance,
 ) -> None:
-    here.engine.executor.pause_claiming(True)
+    here.engine.dispatcher.pause_claiming(True)
     run_id = await here.trigger("echo")
     # It was told of the run, and has looked for others as well.
-    looks = here.engine.reconciler.looks
-    here.engine.reconciler.look_now()
+    looks = here.engine.reconciler.reads
+    here.engine.reconciler.read_now()
     await soon(lambda: looked(here, looks + 2))
     assert (await here.look(run_id)).state == "pending"
-    here.engine.executor.pause_claiming(False)
+    here.engine.dispatcher.pause_claiming(False)
     assert (await here.ended(run_id)).state == "succeeded"
 
 
@@ -536,7 +538,7 @@ async def test_a_defect_of_ours_ends_no_service(here: LocalInstance, monkeypatch
 
         monkeypatch.setattr(each, method, fail_once)
         scheduler.look_now()
-        reconciler.look_now()
+        reconciler.read_now()
         run_id = await here.trigger("echo")
         assert (await here.ended(run_id)).state == "succeeded"
 
@@ -558,16 +560,16 @@ async def test_instances_with_the_same_actions_learn_which_part_of_many_places_i
         local_instance(address) as two,
         service(address, actions=("benchmarks.actions",)) as other,
     ):
-        readies = [each.engine.executor.claimant.backlog for each in (one, two)]
+        readies = [each.engine.backlog for each in (one, two)]
         await soon(lambda: one.sql("SELECT 1 WHERE %s", sorted(each.part for each in readies) == [(0, 2), (1, 2)]))
-        assert other.context.engine.executor.claimant.backlog.part == (0, 1)
+        assert other.context.engine.backlog.part == (0, 1)
 
 
 async def test_nobodys_part_of_many_places_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler, "EVERY", 3600)
     async with local_instance(address) as here:
-        ready = here.engine.executor.claimant.backlog
-        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.looks >= 2))
+        ready = here.engine.backlog
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.reads >= 2))
         # As if another instance had this action in its part, and were not there any more.
         ready.part = ((here.engine.catalogue.id_of("noop") + 1) % 2, 2)
         for run_id in await here.trigger_all([Order("noop", priority=number) for number in range(MANY + 1)]):

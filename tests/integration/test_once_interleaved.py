@@ -13,12 +13,12 @@ from typing import Any, cast
 import psycopg
 import pytest
 
-from app.fleet import Run
 from app.fleet.cluster.registry import Registry
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection
 from app.fleet.db.statements import fetch
 from app.fleet.engine.enqueue.orders import Order
+from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.maintenance.pruner import LONG_AGO
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.engine.once.block import Block, Owner
@@ -91,8 +91,8 @@ async def attempt(here: EngineHarness, name: str = "runs") -> Owner:
     await here.trigger(Order("tick"))
     one = await here.instance(name)
     (claimed,) = await one.claim(room=1)
-    run = SimpleNamespace(id=claimed.run_id, token=claimed.token, attempt=1, committed=False)
-    return Owner(one.identity.id, cast("Run[Any]", run))
+    attempt = SimpleNamespace(run_id=claimed.run_id, token=claimed.token, number=1, committed=False)
+    return Owner(one.identity.id, cast("Attempt", attempt))
 
 
 async def waits(here: EngineHarness, session: Connection) -> None:

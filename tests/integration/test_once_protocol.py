@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from app.fleet import Run
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import fetch
+from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.maintenance.pruner import LONG_AGO
 from app.fleet.engine.once.block import Block, Owner
 from app.fleet.engine.once.housekeeping import prune_keys
@@ -66,8 +66,8 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
                 VALUES (1, 'running', 0, now(), 1, 1, 'code') RETURNING id
             """
             ((run_id,),) = do(here.sql(insert))
-            run = SimpleNamespace(id=run_id, token=1, attempt=1, committed=False)
-            self.add(Owner(do(here.instance(f"i-{next(names)}")).identity.id, cast("Run[Any]", run)))
+            attempt = SimpleNamespace(run_id=run_id, token=1, number=1, committed=False)
+            self.add(Owner(do(here.instance(f"i-{next(names)}")).identity.id, cast("Attempt", attempt)))
 
         def add(self, owner: Owner) -> None:
             self.owners.append(owner)
@@ -76,10 +76,10 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
         @rule(data=st.data())
         def end(self, data: st.DataObject) -> None:
             owner = data.draw(st.sampled_from(self.owners))
-            if owner.run is None:
+            if owner.attempt is None:
                 do(here.sql("UPDATE instances SET state = 'gone' WHERE id = %s", owner.instance))
             else:
-                do(here.sql("UPDATE runs SET state = 'pending' WHERE id = %s", owner.run.id))
+                do(here.sql("UPDATE runs SET state = 'pending' WHERE id = %s", owner.attempt.run_id))
             self.living.discard(owner.instance)
 
         # -- what they do ---------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ async def here(address: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[L
 
 
 async def looked(here: LocalInstance) -> bool:
-    return here.engine.reconciler.looks > 0
+    return here.engine.reconciler.reads > 0
 
 
 async def test_two_hundred_runs_of_five_lines_keep_their_order_through_failures(here: LocalInstance) -> None:

@@ -25,10 +25,12 @@ from hypothesis.stateful import (
 from app.fleet.db.namespace import Statement
 from app.fleet.db.statements import fetch
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.engine.execute.writer import CHECKPOINT, END_CANCELLED, FINISH, GIVE_BACK
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import RunNotReady
 from app.fleet.runs import records
+from app.fleet.runs.end import END_CANCELLED, FINISH
+from app.fleet.runs.requeue import GIVE_BACK
+from app.fleet.runs.writes import CHECKPOINT
 from tests.support.engine_harness import NAMESPACE, Claiming, EngineHarness, declare, engine_harness
 
 FINISH_RETURNING = Statement(f"{FINISH}RETURNING id")

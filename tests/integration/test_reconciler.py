@@ -10,10 +10,10 @@ import psycopg
 import pytest
 
 from app.fleet.db.statements import array
-from app.fleet.engine.dispatch.claim import Clock
+from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import reconciler
-from app.fleet.engine.maintenance.reconciler import LOOK, TURN, Reconciler
+from app.fleet.engine.maintenance.reconciler import READ_ALL, TURN, Reconciler
 from tests.support.engine_harness import NAMESPACE, declare, engine_harness
 from tests.support.postgres import Postgres
 from tests.support.runs import LocalInstance, local_instance, soon
@@ -34,14 +34,14 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 async def looks(here: LocalInstance, many: int = 4) -> None:
     """Wait until it has looked so often from now on."""
-    before = here.engine.reconciler.looks
-    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.looks >= before + many))
+    before = here.engine.reconciler.reads
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.reads >= before + many))
 
 
 async def test_a_claim_that_takes_its_time_keeps_what_it_has_taken(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claimant, gate, taken = here.engine.executor.claimant, asyncio.Event(), asyncio.Event()
+    claimant, gate, taken = here.engine.claimant, asyncio.Event(), asyncio.Event()
     genuine = claimant.claim
 
     async def go_on_later(*given: Any) -> list[tuple[Any, ...]]:
@@ -87,7 +87,7 @@ async def test_a_run_that_ended_while_the_database_was_away_is_not_taken_for_one
         for each in (owner, other):
             await looks(each)
         gate.set()
-        run = await owner.ended(attempt.id)
+        run = await owner.ended(attempt.run_id)
         assert (run.state, run.attempt) == ("succeeded", 1)
 
 
@@ -95,8 +95,8 @@ async def test_a_lookout_that_fails_again_and_again_says_so(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await looks(here, 1)
-    broken = reconciler.LOOK.replace("clock_timestamp()", "'58028-01-01'::timestamptz")
-    monkeypatch.setattr(reconciler, "LOOK", broken)
+    broken = reconciler.READ_ALL.replace("clock_timestamp()", "'58028-01-01'::timestamptz")
+    monkeypatch.setattr(reconciler, "READ_ALL", broken)
 
     async def said() -> bool:
         return any(each.levelname == "WARNING" and each.msg == "reconciler.failed" for each in caplog.records)
@@ -115,7 +115,7 @@ async def test_an_instance_reads_its_own_runs_and_not_those_of_others(address: s
         async with here.database.connection() as connection:
             # So few rows are read from end to end otherwise.
             await connection.execute("SET LOCAL enable_seqscan = off")
-            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(LOOK)
+            explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(READ_ALL)
             ((plan,),) = await (await connection.execute(explain, values)).fetchall()
         assert rows_of_runs(plan[0]["Plan"]) == 50
 
@@ -129,18 +129,17 @@ def rows_of_runs(plan: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("many", [1, 2, 5])
 async def test_of_those_that_do_not_lead_one_at_a_time_looks_at_the_runs_of_all(many: int) -> None:
-    clock = Clock()
-    executor: Any = SimpleNamespace(claimant=SimpleNamespace(clock=clock))
+    clock = ServerClock()
     member: Any = SimpleNamespace(leading=False)
     each: Any = None
-    followers = [Reconciler(each, member, each, executor, each) for _ in range(many)]
+    followers = [Reconciler(each, member, each, each, each, each, each, clock, each) for _ in range(many)]
     turns = []
     for number in range(4 * many):
         clock.learn(datetime.fromtimestamp(1e9 + TURN * (number / 2), UTC), asyncio.get_running_loop().time())
         for place, follower in enumerate(followers):
-            follower._place = (place, many)
-        turns.append([place for place, follower in enumerate(followers) if follower._looks_at_all()])
+            follower._position = (place, many)
+        turns.append([place for place, follower in enumerate(followers) if follower._reads_all()])
     assert all(len(turn) == 1 for turn in turns)
     assert {place for (place,) in turns} == set(range(many)), "each of them has its turn"
     member.leading = True
-    assert all(follower._looks_at_all() for follower in followers)
+    assert all(follower._reads_all() for follower in followers)

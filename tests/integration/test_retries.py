@@ -3,8 +3,8 @@
 import pytest
 
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.engine.execute.writer import GIVE_BACK
 from app.fleet.engine.maintenance import rescuer
+from app.fleet.runs.requeue import GIVE_BACK
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio

@@ -12,8 +12,8 @@ import pytest
 from alembic import command
 from app.fleet.api_keys import make_key
 from app.fleet.db import migrations
+from app.fleet.engine.actions.run import MAX_EVENT
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.engine.execute.run import EVENT_MOST
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.http.events import Age, run_chunks
 from app.fleet.runs import records
@@ -179,7 +179,7 @@ async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_no
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.channel.MAX_ITEMS", 10)
     run_id = await here.trigger("nap", {"seconds": 600})
-    attempt = await here.attempt(run_id)
+    attempt = await here.handle(run_id)
     hub = here.running.context.stream.hub
     async with hub.follow(run_id) as slow, hub.follow(run_id) as quick:
         chunks = run_chunks(slow, run_id, Age(here.running.context))
@@ -214,11 +214,11 @@ async def test_heavy_events_are_read_a_few_at_a_time_and_not_kept(here: LocalIns
         while not follower.ended:
             events = await follower.more()
             most = max(most, sum(event.weight for event in events))
-            assert sum(event.weight for event in hub._runs[run_id].items) <= MAX_WEIGHT + EVENT_MOST
+            assert sum(event.weight for event in hub._runs[run_id].items) <= MAX_WEIGHT + MAX_EVENT
         assert follower.seq == 63
-    assert most <= MAX_WEIGHT + EVENT_MOST
+    assert most <= MAX_WEIGHT + MAX_EVENT
     page = (await hub._reader.event_pages({run_id: 0}))[run_id]
-    assert sum(len(event.text or "") for event in page.events) <= PAGE_BYTES + EVENT_MOST
+    assert sum(len(event.text or "") for event in page.events) <= PAGE_BYTES + MAX_EVENT
     assert page.total == 63
     assert [event.seq for event in page.events] == list(range(1, len(page.events) + 1))
 

@@ -12,6 +12,7 @@ import pytest
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.enqueue.orders import Order
+from app.fleet.engine.execute.attempt import Ending
 from app.fleet.runs import pages, records
 from app.fleet.runs.records import RunRecord
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are
@@ -297,10 +298,10 @@ async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
     await here.attempt(run_id)
 
     async def fail_first(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
-        if run := here.engine.executor.running_runs.get(identifier):
+        if attempt := here.engine.executor.attempts.get(identifier):
             await post(here, "/actions/nap/pause", status=200)
-            here.engine.executor._end(run, "timeout")
-            run.max_attempts = 1
+            here.engine.executor._end(attempt, Ending.TIMEOUT)
+            attempt.max_attempts = 1
             await here.ended(identifier)
         return await genuine(connection, namespace, identifier)
 

@@ -34,7 +34,7 @@ KINDS = [
     "hub",
     "executor",
     "reconciler",
-    "retention",
+    "pruner",
     "scheduler",
 ]
 

@@ -26,8 +26,9 @@ def hold_all(address: str) -> None:
 
 async def test_a_state_that_is_added_lets_no_write_of_a_running_run_through(address: str) -> None:
     async with local_instance(address) as here:
-        runs = [await here.attempt(await here.trigger("nap", {"seconds": 60})) for _ in range(6)]
-        by_checkpoint, by_guard, by_commit, by_event, by_end, by_retry = runs
+        ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(6)]
+        by_checkpoint, by_guard, by_commit, by_event = [await here.handle(each) for each in ids[:4]]
+        by_end, by_retry = [await here.attempt(each) for each in ids[4:]]
         with here.unwatched():
             await asyncio.to_thread(hold_all, address)
             with pytest.raises(Fenced):

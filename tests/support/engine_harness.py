@@ -16,8 +16,10 @@ from app.fleet.db.pool import Database
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
-from app.fleet.engine.dispatch.claim import Claimant, Clock
+from app.fleet.engine.dispatch.backlog import Backlog
+from app.fleet.engine.dispatch.claim import Claimant
 from app.fleet.engine.dispatch.scheduler import Scheduler
+from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.lifecycle import Lifecycle
@@ -60,7 +62,7 @@ class EngineHarness:
         self._stack = stack
 
     async def scheduler(self) -> Scheduler:
-        made = Scheduler(self.database, Leader(), self.catalogue, Lifecycle(), Clock())  # type: ignore[arg-type]
+        made = Scheduler(self.database, Leader(), self.catalogue, Lifecycle(), ServerClock())  # type: ignore[arg-type]
         self._stack.push_async_callback(made._lane.close)
         return made
 
@@ -83,7 +85,10 @@ class EngineHarness:
             name,
             uuid4(),
         )
-        return Claiming(self, Identity(*rows[0]), Claimant(NAMESPACE, self.catalogue, Clock()))
+        clock = ServerClock()
+        backlog = Backlog(self.catalogue, clock)
+        claimant = Claimant(NAMESPACE, self.catalogue, backlog, clock)
+        return Claiming(self, Identity(*rows[0]), claimant, backlog, clock)
 
     async def trigger(self, *orders: Order) -> list[int]:
         return [
@@ -109,24 +114,25 @@ class EngineHarness:
 
 @dataclass
 class Claiming:
-    """An instance that claims as an executor does."""
+    """An instance that claims, as a dispatcher does."""
 
     harness: EngineHarness
     identity: Identity
     claimant: Claimant
+    backlog: Backlog
+    clock: ServerClock
 
     async def claim(self, room: int = 100, *, everywhere: bool = True) -> list[Claimed]:
-        """Look at every place, or only at those this one was told of."""
+        """Claim from every queue that the database has, or only from those that this instance knows."""
         now = asyncio.get_running_loop().time()
-        ready = self.claimant.backlog
         if everywhere:
             ((server_now,),) = await self.harness.sql("SELECT clock_timestamp()")
-            self.claimant.clock.learn(server_now, now)
+            self.clock.learn(server_now, now)
             places = "SELECT action_id, priority, min(run_at) FROM runs WHERE state = 'pending' GROUP BY 1, 2"
             for action_id, priority, run_at in await self.harness.sql(places):
-                ready.tell(action_id, priority, run_at, now)
+                self.backlog.add(action_id, priority, run_at, now)
         async with self.harness.database.autocommit() as connection:
-            rows = await self.claimant.claim(connection, self.identity, ready.due(now), room, now)
+            rows = await self.claimant.claim(connection, self.identity, self.backlog.due(now), room, now)
         return [Claimed(row[0], row[2], row[6]) for row in rows]
 
 

@@ -12,6 +12,7 @@ import pytest
 from app.fleet import Run
 from app.fleet.engine.engine import Engine
 from app.fleet.engine.enqueue.orders import Order
+from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.runs import records
 from app.fleet.runs.records import RunRecord
 from tests.support.postgres import BOUND
@@ -72,13 +73,17 @@ class LocalInstance:
 
         return await soon(find, within=within)
 
-    async def attempt(self, run_id: int) -> Run[Any]:
-        """Wait until the run executes here, and return its handle. Its row is `running` slightly earlier."""
+    async def attempt(self, run_id: int) -> Attempt:
+        """Wait until the run is under way here, and return its attempt. Its row says so a moment earlier."""
 
-        async def find() -> Run[Any] | None:
-            return self.engine.executor.running_runs.get(run_id)
+        async def find() -> Attempt | None:
+            return self.engine.executor.attempts.get(run_id)
 
         return await soon(find)
+
+    async def handle(self, run_id: int) -> Run[Any]:
+        """Wait until the run is under way here, and return a handle of its attempt, as its action has one."""
+        return Run(await self.attempt(run_id))
 
     async def run(self, action: str, payload: Any = None, **order: Any) -> RunRecord:
         """Trigger a run, and return it when it has ended."""

@@ -31,8 +31,8 @@ from app.fleet.cli import app as command_line
 from app.fleet.cluster import anomalies
 from app.fleet.db.namespace import Lock
 from app.fleet.db.schema import metadata
+from app.fleet.engine.actions.run import Blocking, Run
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.engine.execute.run import Blocking, Run
 from app.fleet.errors import FleetError
 from app.fleet.http.edge.problems import KINDS
 from app.fleet.settings import FleetSettings, known_names

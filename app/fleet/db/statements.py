@@ -10,9 +10,14 @@ from typing import Any, TypeAlias
 import psycopg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
+from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Connection
 
 Place: TypeAlias = AsyncSession | AsyncConnection | Connection
+
+# At the begin of a transaction that locks rows which others need: a frozen process must not hold them for longer than
+# its lease.
+SHORT_IDLE = Statement("SELECT set_config('idle_in_transaction_session_timeout', '5000', true)")
 
 
 def array(values: Iterable[float | datetime | None]) -> str:

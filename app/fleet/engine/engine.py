@@ -1,11 +1,11 @@
-"""The engine of one instance: its actions, and the services that schedule, claim, run and watch over runs.
+"""The engine of one instance: its actions, and the services that schedule, claim, execute and look after runs.
 
-Wired here, and nowhere else: who is told what. Notifications come in as `kind:rest`:
+Everything is wired here, and nowhere else. Notifications have the form `kind:rest`:
 
-    runs:…                          runs wait at these places (`runs/notifications.py`)
-    cancel:run                      a running run is to be cancelled
-    slots                           a schedule was changed or resumed
-    members                         an instance is ready: many places are shared out with it from now on
+    runs:…          runs wait in these queues (`runs/notifications.py`)
+    cancel:run      the cancellation of this running run was requested
+    slots           a schedule was changed, or an action was resumed
+    members         another instance is ready: it shares many queues from now on
 """
 
 import asyncio
@@ -23,9 +23,13 @@ from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce, synchronise
-from app.fleet.engine.dispatch.claim import LATER, Told
+from app.fleet.engine.dispatch.backlog import OTHERS_DELAY, Backlog, Waiting
+from app.fleet.engine.dispatch.claim import Claimant
+from app.fleet.engine.dispatch.dispatcher import Dispatcher
 from app.fleet.engine.dispatch.scheduler import Scheduler
+from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.trigger import Triggers, current
+from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.engine.maintenance.pruner import Pruner
@@ -40,10 +44,10 @@ from app.fleet.runs.notifications import parse_notification
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.stream import Stream
 
-# How often a start tries to write its actions, if the server ends its transaction for another one.
+# How often a start tries to write its actions, if PostgreSQL ends its transaction for another one.
 SYNCHRONISE_TRIES = 5
 
-MEMBERS = Statement("SELECT pg_notify('{channel}', 'members:')")
+NOTIFY_MEMBERS = Statement("SELECT pg_notify('{channel}', 'members:')")
 
 
 class Engine:
@@ -58,12 +62,26 @@ class Engine:
         shared: Coordination,
     ) -> None:
         self.catalogue = catalogue
+        self.clock = ServerClock()
+        self.backlog = Backlog(catalogue, self.clock)
+        self.claimant = Claimant(database.namespace, catalogue, self.backlog, self.clock)
         self.triggers = Triggers(database, catalogue, stream.hub)
-        self.executor = Executor(settings, database, member, catalogue, lifecycle, stream.relay)
-        self.scheduler = Scheduler(
-            database, member, catalogue, lifecycle, self.executor.claimant.clock, self.executor.pause_claiming
+        self.executor = Executor(settings, database, catalogue, stream.relay, self._on_settled)
+        self.dispatcher = Dispatcher(
+            database, member, lifecycle, stream.relay, self.executor, self.backlog, self.claimant
         )
-        self.reconciler = Reconciler(database, member, catalogue, self.executor, self.scheduler.expect)
+        self.scheduler = Scheduler(database, member, catalogue, lifecycle, self.clock, self.dispatcher.pause_claiming)
+        self.reconciler = Reconciler(
+            database,
+            member,
+            catalogue,
+            self.executor,
+            self.dispatcher,
+            self.claimant,
+            self.backlog,
+            self.clock,
+            self.scheduler.expect,
+        )
         self.pruner = Pruner(database, member)
         self.seen = SeenStore(database, member)
         self._database = database
@@ -79,68 +97,74 @@ class Engine:
         member.on_notification("runs", self._runs_wait)
         member.on_notification("cancel", lambda run: self.executor.cancel(int(run)))
         member.on_notification("slots", lambda _: self.scheduler.look_now())
-        member.on_notification("members", lambda _: self.reconciler.look_now())
-        member.count_running(lambda: len(self.executor.running_runs))
+        member.on_notification("members", lambda _: self.reconciler.read_now())
+        member.count_running(lambda: len(self.executor.attempts))
 
     @property
     def services(self) -> Sequence[Service]:
         """In the order in which they start."""
-        return (self.executor, self.reconciler, self.pruner, self.scheduler)
+        return (self.executor, self.dispatcher, self.reconciler, self.pruner, self.scheduler)
 
     async def synchronise(self) -> None:
-        """Write the actions of this code into the database, before anything looks for them."""
+        """Write the actions of this code to the database, before any service reads them."""
         for left in reversed(range(SYNCHRONISE_TRIES)):
             try:
                 await self._synchronise()
                 break
             except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
-                # The server ended this transaction so that another one can go on; nothing was written.
+                # PostgreSQL ended this transaction so that another one can go on; nothing was written.
                 if left == 0:
                     raise
-        # Tasks started from here on know whose actions `trigger` means.
+        # In tasks that start from here on, `trigger` means the actions of this instance.
         self.enter()
 
     async def _synchronise(self) -> None:
         async with self._database.connection() as connection:
             await synchronise(connection, self._database.namespace, self.catalogue)
             await feed.set_retention(connection, self._database.namespace, self._feed_retention)
-            # Now and not at the reconciler's first look: an instance that is ready stands by.
+            # Before the reconciler's first read: an instance that is ready stands by for its actions.
             if (me := self._member.identity) is not None:
                 await announce(connection, self._database.namespace, me.id, self.catalogue.ids)
 
     def enter(self) -> None:
-        """Have the public functions mean this instance, in this task and those that it starts."""
+        """Make the public functions mean this instance, in this task and in those that it starts."""
         current.set(self.triggers)
         once.current.set(self.seen)
         coordination.current.set(self._shared)
 
-    async def tell_members(self) -> None:
-        """Have everyone look who is there; without it they find out within two seconds."""
+    async def notify_members(self) -> None:
+        """Make the other instances count this one. If the notification is lost, they do so within two seconds."""
         with suppress(psycopg.Error, DatabaseError):
             async with self._database.autocommit() as connection:
-                await connection.execute(self._database.namespace.sql(MEMBERS))
+                await connection.execute(self._database.namespace.sql(NOTIFY_MEMBERS))
 
     async def pause(self) -> None:
-        """Stop the executor; the reconciler goes on until then, because it sees what is to be cancelled."""
+        """Stop claiming and executing. The reconciler goes on until then: it finds requests to cancel runs."""
         await self.pruner.stop()
+        await self.dispatcher.stop()
         await self.executor.stop()
         await self.reconciler.stop()
 
+    def _on_settled(self, attempts: Sequence[Attempt]) -> None:
+        self.dispatcher.on_settled(attempts)
+
     def _elected(self) -> None:
         self.scheduler.look_now()
-        self.reconciler.look_now()
+        self.reconciler.read_now()
 
     def _runs_wait(self, rest: str) -> None:
-        places = list(parse_notification(rest))
-        others = self.executor.claimant.backlog.tell_all(places, self.executor.now())
-        self.executor.wake()
+        waiting = list(parse_notification(rest))
+        loop = asyncio.get_running_loop()
+        others = self.backlog.add_all(waiting, loop.time())
+        self.dispatcher.wake()
         if others:
-            asyncio.get_running_loop().call_later(LATER, self._still_wait, others)
-        # Some of them may wait again.
-        self._hub.on_pending(action_id for action_id, _, _ in places)
+            loop.call_later(OTHERS_DELAY, self._still_wait, others)
+        # Finished runs among them were retried.
+        self._hub.on_pending(action_id for action_id, _, _ in waiting)
 
-    def _still_wait(self, places: Sequence[Told]) -> None:
-        """Look at the others' parts too: whoever they belong to may be busy, or gone."""
-        for place in places:
-            self.executor.claimant.backlog.tell(*place, self.executor.now())
-        self.executor.wake()
+    def _still_wait(self, waiting: Sequence[Waiting]) -> None:
+        """Claim from the queues of the other parts too: the instances that they belong to may be busy, or gone."""
+        now = asyncio.get_running_loop().time()
+        for each in waiting:
+            self.backlog.add(*each, now)
+        self.dispatcher.wake()

@@ -1,13 +1,27 @@
-"""How a run is taken: pending becomes running, here, with a token nobody had before.
+"""How a run is claimed: pending becomes running, on one instance, with a token that only grows.
 
-Every claim has four parts: who claims (`ME`), which runs are found (a CTE called `found` with their ids, locked), how
-many of them are not too heavy for one claim (`PICKED`), and this, which is the same for all (`taken`). Who claims is
-locked FOR KEY SHARE in the same statement: whoever declares an instance gone locks its row FOR UPDATE, so a claim is
-either seen by that death or finds nobody to claim for.
+One statement finds runs with `FOR UPDATE SKIP LOCKED` and claims them. At its commit three conditions hold:
+
+- The instance is live. Its row is locked FOR KEY SHARE; a transaction that declares it gone locks the row FOR UPDATE.
+  Either the claim commits first, and that transaction finds its runs; or the instance is gone, and the claim finds
+  nothing. So no run can be `running` on an instance that is gone without being found.
+- The action is not paused.
+- The limits of the action (`concurrency`, `rate`) allow it. The transaction locks the action's row (LOCK_LIMITED), and
+  then reads the limits in a statement of its own (ALLOWED), because a statement sees what was committed when it began.
+  So the limits are exact, and claims of one limited action take turns.
+
+A claim has four parts: who claims (`ME`), which runs it finds (a CTE `found` with their ids and weights, locked), how
+many of them one claim may carry (`PICKED`), and the change itself (`claimed_sql`). Ordered runs are found in another
+way (`claim_ordered.py`).
+
+A claim carries at most MAX_WEIGHT bytes of payloads and checkpoints; the next claim takes the rest.
+
+Lock order: instance, actions by id, runs.
 """
 
 from typing import Any, TypeAlias
 
+from app.fleet.db.namespace import Statement
 from app.fleet.runs.feed import feed_insert_sql
 
 Row: TypeAlias = tuple[Any, ...]
@@ -17,59 +31,149 @@ ME = """me AS MATERIALIZED (
 )"""
 
 
-def taken(timeout: str, beside: str = "", matching: str = "true") -> str:
-    """Return the CTEs `claimed` and `noted`; `beside` and `matching` join what `timeout` needs, of a run `r`."""
+def claimed_sql(timeout: str, beside: str = "", condition: str = "true") -> str:
+    """Return the CTEs `claimed` and `noted`; `beside` and `condition` join what `timeout` needs to a run `r`."""
     return f"""claimed AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'running', token = r.token + 1, attempt = r.attempt + 1, instance_id = %(me)s, instance = %(name)s,
         events = r.events + 1, running_seq = r.events + 1,
         started_at = clock_timestamp(), deadline_at = clock_timestamp() + make_interval(secs => {timeout})
     {beside}
-    WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND {matching}
+    WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND {condition}
     RETURNING r.*
 ), noted AS (
     {feed_insert_sql("claimed", "'running'")}
 )"""
 
 
-def row(priority: str = "priority") -> str:
-    """Return the columns that a claim answers with: first what `Run` takes, then what the executor needs."""
+def claimed_columns(priority: str = "priority") -> str:
+    """Return the columns of a claimed run: first those of an `Attempt`, then what the dispatcher needs."""
     return f"""id, action_id, token, attempt, deaths, max_attempts, {priority}, trigger, scheduled_for, payload::text,
        checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at"""
 
 
-# The payloads and checkpoints of one claim, in bytes: one statement has them all, and its answer is read at once.
-HEAVY = 16 * 1024 * 1024
-# Of a compressed value, only the stored size is known without reading it. It is rarely a hundredth of the value's.
-COMPRESSED = 100
+# Positions in a claimed row: `WIDTH` columns of an attempt, whether its cancellation is requested, and `run_at`.
+WIDTH = 13
+ACTION, PRIORITY, KEY, RUN_AT = 1, 6, 12, WIDTH + 1
+# The last column of CLAIM: how many runs were found, if they are too heavy together; NULL otherwise.
+FOUND = WIDTH + 2
+
+# Bytes. One statement returns all payloads and checkpoints of a claim, and psycopg reads its answer at once.
+MAX_WEIGHT = 16 * 1024 * 1024
+# PostgreSQL knows only the compressed size of a compressed value without reading it. A value is rarely a hundred times
+# as large.
+COMPRESSION = 100
 
 
-def weight(column: str) -> str:
+def weight_sql(column: str) -> str:
     return f"""coalesce(pg_column_size({column})
-                 * CASE WHEN pg_column_compression({column}) IS NULL THEN 1 ELSE {COMPRESSED} END, 0)"""
+                 * CASE WHEN pg_column_compression({column}) IS NULL THEN 1 ELSE {COMPRESSION} END, 0)"""
 
 
-# Of a run: about how many bytes it adds to a claim. Many have neither.
+# About how many bytes a run adds to a claim. Many runs have neither a payload nor a checkpoint.
 WEIGHT = f"""CASE WHEN payload IS NOT NULL OR checkpoint IS NOT NULL
-                 THEN {weight("payload")} + {weight("checkpoint")} ELSE 0 END"""
+                 THEN {weight_sql("payload")} + {weight_sql("checkpoint")} ELSE 0 END"""
 
-# Of the CTE `found` with `id` and `weight`, as many as a claim may have; the first one always. Usually that is all of
-# them, and then no sum is made for each.
+# As many of the runs in `found` as one claim may carry, and always the first. Usually that is all of them; then no
+# running sum is computed.
 PICKED = f"""total AS MATERIALIZED (
     SELECT count(*) AS many, sum(weight) AS weight FROM found
 ), picked AS MATERIALIZED (
     SELECT id
     FROM found
-    WHERE (SELECT weight FROM total) <= {HEAVY}
+    WHERE (SELECT weight FROM total) <= {MAX_WEIGHT}
     UNION ALL
     SELECT id
     FROM (SELECT id, sum(weight) OVER (ROWS UNBOUNDED PRECEDING) - weight AS before FROM found) AS f
-    WHERE (SELECT weight FROM total) > {HEAVY} AND before < {HEAVY}
+    WHERE (SELECT weight FROM total) > {MAX_WEIGHT} AND before < {MAX_WEIGHT}
 )"""
+TOO_MANY = f"(SELECT many FROM total WHERE weight > {MAX_WEIGHT})"
 
-WIDTH = 13
-# Where these stand in it.
-ACTION, PRIORITY, KEY, RUN_AT = 1, 6, 12, WIDTH + 1
-# If the runs that were found are too heavy together: how many they are. NULL otherwise, which costs nothing to read.
-TOO_MANY = f"(SELECT many FROM total WHERE weight > {HEAVY})"
-FOUND = WIDTH + 2
+
+def claim_sql(weight: str, picked: str, too_many: str) -> str:
+    """Return the statement that claims runs from several queues, in their order, up to a number of runs.
+
+    `ORDER BY` has the order in which the rows come anyway, so nothing is sorted and no row too many is locked. `passed`
+    is how many runs an earlier entry for the same queue takes.
+    """
+    return f"""
+WITH {ME}, places AS (
+    SELECT *
+    FROM unnest(%(actions)s::int[], %(priorities)s::int[], %(floors)s::timestamptz[], %(mosts)s::int[],
+                %(passed)s::int[], %(timeouts)s::float8[])
+         WITH ORDINALITY AS p (action_id, priority, floor, most, passed, timeout, place)
+), found AS MATERIALIZED (
+    SELECT r.id, r.weight
+    FROM (SELECT * FROM places ORDER BY place) AS p, LATERAL (
+        SELECT id, {weight} AS weight
+        FROM {{schema}}.runs
+        WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
+          AND run_at >= p.floor AND run_at <= statement_timestamp()
+        ORDER BY run_at, id
+        LIMIT coalesce((
+            SELECT p.most
+            FROM {{schema}}.actions AS a
+            WHERE a.id = p.action_id AND a.paused_at IS NULL AND EXISTS (SELECT FROM me)
+              AND (%(counted)s OR (a.concurrency IS NULL AND a.rate_interval IS NULL))
+        ), 0)
+        OFFSET p.passed
+        FOR UPDATE SKIP LOCKED
+    ) AS r
+    ORDER BY p.place
+    LIMIT %(room)s
+), {picked}, {claimed_sql("p.timeout", "FROM places AS p", "p.action_id = r.action_id AND p.priority = r.priority")}
+SELECT {claimed_columns()}, {too_many} FROM claimed
+"""
+
+
+CLAIM = Statement(claim_sql(WEIGHT, PICKED, TOO_MANY))
+# For so few runs that they cannot be too heavy together.
+CLAIM_FEW = Statement(claim_sql("0", "picked AS (SELECT id FROM found)", "NULL::int8"))
+
+# Actions whose row another transaction has locked are left out. The caller tries them again soon.
+LOCK_LIMITED = Statement("""
+SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO KEY UPDATE SKIP LOCKED
+""")
+
+# How many runs each action may start now, and after how many seconds its rate allows the next one. `rate_used_until`
+# moves on by one interval for each start (GCRA); it may be ahead of the clock by the burst. An action without any limit
+# (a newer release has removed it) allows all.
+ALLOWED = Statement("""
+SELECT a.id,
+       coalesce(least(
+           CASE WHEN a.concurrency IS NOT NULL THEN a.concurrency - (
+               SELECT count(*) FROM {schema}.runs AS r WHERE r.action_id = a.id AND r.state = 'running'
+           ) END,
+           floor(
+               a.rate_burst
+               - extract(epoch FROM greatest(a.rate_used_until, statement_timestamp()) - statement_timestamp())
+                 / a.rate_interval
+               + 1e-6
+           )
+       )::int, 2147483647) AS allowed,
+       extract(epoch FROM a.rate_used_until - statement_timestamp())::float8 - (a.rate_burst - 1) * a.rate_interval
+FROM {schema}.actions AS a
+WHERE a.id = ANY (%(actions)s)
+""")
+
+USE_RATE = Statement("""
+UPDATE {schema}.actions AS a
+SET rate_used_until = greatest(a.rate_used_until, statement_timestamp())
+                      + make_interval(secs => u.started * a.rate_interval)
+FROM unnest(%(actions)s::int[], %(started)s::int[]) AS u (action_id, started)
+WHERE a.id = u.action_id AND a.rate_interval IS NOT NULL
+""")
+
+# When the next run is due, in queues in which a claim found no more due runs. The search begins at the moment of that
+# claim and not at the present: a run that has become due since then would be missed until the reconciler finds it. Runs
+# that were due at that moment are locked or paused; searching for them would find them again and again.
+NEXT_DUE = Statement("""
+SELECT p.action_id, p.priority, f.run_at
+FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority), LATERAL (
+    SELECT run_at
+    FROM {schema}.runs
+    WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority AND run_at >= %(claimed_at)s
+    ORDER BY run_at
+    LIMIT 1
+) AS f
+""")

@@ -21,7 +21,7 @@ from app.fleet.db.statements import fetch
 from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.errors import RunNotReady, RunUnknown
 from app.fleet.runs import overlap
-from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_LINES
+from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_ORDERED
 from app.fleet.runs.events import ended_event_insert_sql
 from app.fleet.runs.feed import feed_insert_sql
 from app.fleet.runs.notifications import notify_sql
@@ -82,7 +82,7 @@ WITH gone AS (
 ), noted AS (
     {FEED_INSERT_ENDED}
 ), told AS (
-    {notify_sql(NEXT_OF_LINES)}
+    {notify_sql(NEXT_OF_ORDERED)}
 ), ended AS (
     {INSERT_FINISHED}RETURNING *
 )

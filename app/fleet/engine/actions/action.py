@@ -22,8 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.fleet.db.stored_json import why_unreadable
 from app.fleet.duration import MAX_DURATION, Duration, Rate, format_duration, parse_duration
+from app.fleet.engine.actions.run import P, Run
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
-from app.fleet.engine.execute.run import P, Run
 from app.fleet.errors import ActionInvalid, PayloadInvalid
 from app.fleet.validation import invalid_parts
 

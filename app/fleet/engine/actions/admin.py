@@ -26,11 +26,11 @@ from psycopg.rows import dict_row
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool import Connection
+from app.fleet.db.statements import SHORT_IDLE
 from app.fleet.duration import format_duration
 from app.fleet.engine.actions.action import NAME
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
-from app.fleet.engine.dispatch.claim import SHORT
 from app.fleet.errors import ActionUnknown
 from app.fleet.runs import pages
 from app.fleet.runs.notifications import notify_sql
@@ -202,7 +202,7 @@ async def resume(connection: Connection, namespace: Namespace, name: str) -> Non
     """Resume an action, with its next slot and its pending runs."""
     identifier = await id_of(connection, namespace, name)
     async with connection.transaction():
-        await connection.execute(SHORT)
+        await connection.execute(SHORT_IDLE)
         await resume_in(connection, namespace, identifier)
 
 

@@ -18,7 +18,7 @@ The lock is freed by the commit, and by then the table says what the lock said. 
 nothing: the next instance would get it a millisecond later and find the action as due as before.
 
     the instance dies            before 5: nothing happened, the next one does it. After 5: the run is there
-    it is frozen in between      the server ends its transaction after `SHORT`, and the lock with it
+    it is frozen in between      the server ends its transaction after `SHORT_IDLE`, and the lock with it
     an error                     nothing happened; tried again
 
 "Now" is PostgreSQL's, at both places; an instance's own clock is only used to wait.
@@ -40,10 +40,10 @@ from app.fleet.background import Service, cancel_and_wait, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Lock, Statement
 from app.fleet.db.pool import Connection, Database
-from app.fleet.db.statements import array
+from app.fleet.db.statements import SHORT_IDLE, array
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Schedule
-from app.fleet.engine.dispatch.claim import SHORT, Clock
+from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.errors import DatabaseError
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.runs.feed import feed_insert_sql
@@ -84,7 +84,7 @@ WHERE id = ANY (%(actions)s::int[]) AND next_run_at <= clock_timestamp() AND pau
 # Nearly always no other transaction has locked one of these rows. To lock each of them first would take 2 ms for a
 # thousand, so the first attempt does not: it fails if it has to wait for longer than this, and is made again with
 # `READ_UNLOCKED`.
-LIMITED = Statement(f"{SHORT}, set_config('lock_timeout', '10', true)")
+LIMITED = Statement(f"{SHORT_IDLE}, set_config('lock_timeout', '10', true)")
 READ_UNLOCKED = Statement(f"{READ} ORDER BY id FOR NO KEY UPDATE SKIP LOCKED")
 
 # Slots whose action is still busy with an earlier one are left out, if it wants it so.
@@ -140,7 +140,7 @@ class Scheduler(Service):
         member: Member,
         catalogue: Catalogue,
         lifecycle: Lifecycle,
-        clock: Clock,
+        clock: ServerClock,
         on_rush: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`on_rush` is told when more is due than one transaction takes, and when it has been done."""
@@ -240,7 +240,7 @@ class Scheduler(Service):
         try:
             return await self._claim_due(connection, LIMITED, READ)
         except psycopg.errors.LockNotAvailable:
-            return await self._claim_due(connection, SHORT, READ_UNLOCKED)
+            return await self._claim_due(connection, SHORT_IDLE, READ_UNLOCKED)
 
     async def _claim_due(
         self, connection: Connection, limits: Statement, read_again: Statement

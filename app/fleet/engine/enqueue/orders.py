@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from app.fleet.engine.actions.action import PRIORITIES, Action
 from app.fleet.engine.actions.catalogue import Catalogue
-from app.fleet.engine.dispatch import ordered
 from app.fleet.errors import EngineError
+from app.fleet.runs import ordering
 from app.fleet.runs.records import RunRecord, Trigger
 
 MAX_KEY_LENGTH = 200
@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     def priority(self) -> int:
         """The value of the column `priority`."""
         priority = self.action.priority if self.order.priority is None else self.order.priority
-        return ordered.apart(priority, self.order.ordering_key)
+        return ordering.stored_priority(priority, self.order.ordering_key)
 
     @property
     def is_one_statement(self) -> bool:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-from app.fleet.engine.execute.run import current_run
+from app.fleet.engine.execute.attempt import current_attempt
 
 Step = Callable[..., Any]
 
@@ -54,7 +54,7 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
         return
 
     def make(of: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        if current_run.get() is not None and asyncio.iscoroutine(coroutine):
+        if current_attempt.get() is not None and asyncio.iscoroutine(coroutine):
             coroutine = Contained(coroutine)
         return asyncio.Task(coroutine, loop=of, **options) if former is None else former(of, coroutine, **options)
 

@@ -1,20 +1,30 @@
-"""The log of failed attempts: a line for each, and a whole traceback once a minute for each cause.
+"""Failed attempts: the error text that the run keeps, and the log.
 
-When a dependency is down, every attempt that needs it fails in the same place, and thousands of equal tracebacks hide
-whatever else is wrong. A cause is an action, the class of the exception and the line that raised it. The run keeps the
-whole text of its own error.
+The log has a line for each failed attempt, and a whole traceback once a minute for each cause. When a dependency is
+down, every attempt that needs it fails in the same place, and thousands of equal tracebacks would hide everything else.
+A cause is an action, the class of the exception and the line that raised it.
+
+The methods of an action's exception are the action's own code, and may do anything. Nothing here lets that out.
 """
 
-from typing import Any, NamedTuple
+import asyncio
+import math
+from typing import NamedTuple
 
-from app.fleet.engine.execute.run import Run
+from app.fleet.duration import MAX_DURATION, parse_duration
+from app.fleet.engine.execute.attempt import Attempt
+from app.fleet.errors import TryAgain
 from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.redaction import describe, redact
 
-# How long after a cause's traceback the next one is written, in seconds.
-TRACEBACK_EVERY = 60.0
-# How many causes are remembered. With more, the oldest is forgotten, and its traceback is written again.
-CAUSES_MOST = 500
-REASON_MOST = 500
+# Seconds between two tracebacks of one cause.
+TRACEBACK_INTERVAL = 60.0
+# How many causes are remembered. Beyond that the oldest is forgotten, and its traceback is logged again.
+MAX_CAUSES = 500
+# Characters of a reason in the log, and of an error in the run's row.
+MAX_REASON = 500
+MAX_ERROR = 10_000
+UNREADABLE = "(its text cannot be read)"
 
 log = events(__name__)
 
@@ -27,35 +37,73 @@ class Cause(NamedTuple):
 
 class FailureLog:
     def __init__(self) -> None:
-        # When the cause's traceback was written, and how many attempts have failed with it since.
+        # When the traceback of the cause was logged, and how many attempts have failed with it since.
         self._causes: dict[Cause, tuple[float, int]] = {}
 
-    def write(self, run: Run[Any], error: BaseException, reason: str, now: float) -> None:
-        cause = Cause(run.action, type(error), where_raised(error))
-        written, times = self._causes.get(cause, (-TRACEBACK_EVERY, 0))
-        again = now - written >= TRACEBACK_EVERY
+    def write(self, attempt: Attempt, error: BaseException, reason: str, now: float) -> None:
+        cause = Cause(attempt.action.name, type(error), where_raised(error))
+        logged_at, times = self._causes.get(cause, (-TRACEBACK_INTERVAL, 0))
+        with_traceback = now - logged_at >= TRACEBACK_INTERVAL
         log.warning(
             "run.raised",
-            run=run.id,
-            action=run.action,
-            attempt=run.attempt,
-            reason=reason[:REASON_MOST],
+            run=attempt.run_id,
+            action=attempt.action.name,
+            attempt=attempt.number,
+            reason=reason[:MAX_REASON],
             where=cause.where,
             times=times + 1,
-            error=error if again else None,
+            error=error if with_traceback else None,
         )
-        if again:
+        if with_traceback:
             self._causes.pop(cause, None)
-        self._causes[cause] = (now, 0) if again else (written, times + 1)
-        if len(self._causes) > CAUSES_MOST:
+        self._causes[cause] = (now, 0) if with_traceback else (logged_at, times + 1)
+        if len(self._causes) > MAX_CAUSES:
             del self._causes[next(iter(self._causes))]
 
 
 def where_raised(error: BaseException) -> str:
-    """Return the file and the line that raised it."""
+    """Return the file and the line that raised the exception."""
     trace = error.__traceback__
     if trace is None:
         return "?"
     while trace.tb_next is not None:
         trace = trace.tb_next
     return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the class and the text of an exception as one line."""
+    try:
+        text = describe(error)
+    except BaseException:  # noqa: BLE001 — the exception is the action's; its `__str__` may do anything
+        text = f"{type(error).__name__}: {UNREADABLE}"
+    if issubclass(type(error), asyncio.CancelledError):
+        return text.replace(type(error).__name__, "it was cancelled from inside", 1)
+    return text
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, without its class."""
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 — the exception is the action's; its `__str__` may do anything
+        return UNREADABLE
+
+
+def delay_of(error: TryAgain) -> float | None:
+    """Return the delay in seconds that the exception asks for; None means the delay of the action.
+
+    The constructor of `TryAgain` checks it. But a subclass may not call that, and any code may set the attribute.
+    """
+    try:
+        given = error.after
+        delay = None if given is None else parse_duration(given)
+    except BaseException:  # noqa: BLE001 — the exception is the action's; its properties may do anything
+        return None
+    return None if delay is None or math.isnan(delay) else min(max(0.0, delay), MAX_DURATION)
+
+
+def storable(text: str) -> str:
+    """Return the text without secrets and as PostgreSQL can store it: without NUL and lone surrogates, bounded."""
+    clean = redact(text).replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
+    return clean if len(clean) <= MAX_ERROR else clean[:MAX_ERROR] + " …"

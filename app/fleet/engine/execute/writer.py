@@ -1,379 +1,226 @@
-"""The writer: everything an attempt writes about its run, in batches, and never with an old token.
+"""The run writer: everything that the attempts of this instance write about their runs, in batches.
 
-One writer for each instance, on a connection of its own. While a batch is on its way, the next one fills: a lone run
-is written at once, a flood in batches of `BATCH`. In each round it writes, in this order:
+It is one task with a connection of its own. While it writes a batch, the next batch fills: a single write is sent at
+once, a flood of writes in batches of `BATCH` (`unwritten.py`). A round writes in this order:
 
-    events, checkpoints     what a run said before it ended must be there before its end is
-    runs given back         a retry, a pause: `pending` again
-    runs that ended         moved from `runs` to `finished_runs`, in one statement
+    events, checkpoints     before the end of the run that they belong to
+    requeued runs           after a failure with retries left, or a pause: `pending` again
+    ended runs              moved from `runs` to `finished_runs`
 
-A round takes a fair share of events from each run that has any, and holds back the ends of those runs alone that have
-more. So a run that emits without end delays nobody else: it fills its own `UNWRITTEN_MOST` and waits in `emit`.
+A round takes an equal share of events from each run that has any. Runs that have more events keep waiting with their
+end, and only they. So a run that emits without end delays no other: it fills its own `MAX_UNWRITTEN_EVENTS`, and then
+waits in `emit`.
 
-No statement waits for a row that another transaction has locked: one that is guarded by the run, or a user's own. Each
-locks its rows first and skips those that are locked. The statement that ends runs does so only if it has had to wait
-(`FINISH`). What was skipped stays with the writer and is written `HELD_FOR` later. So a transaction that stays open
-delays the run whose row it holds, and no other.
+No statement waits for a row that another transaction has locked. Writes for a locked row stay here, and are sent again
+after `LOCKED_RETRY`. So a transaction that stays open delays the run whose row it holds, and no other.
 
-Every statement asks for `(id, token)` and the state `running`. A row that is not found was taken over: that write is
-refused, counted, and whoever still works on the run is stopped. Unless it is our own write come back: when a
-connection breaks under a statement, nobody knows whether it happened, so it is sent again, and what is missing then
-may simply be done. `CONFIRM` tells the two apart: what we ended bears our token, and nobody else can have that. Of
-events, `STILL_OURS` does: they move the run's counter from where we know it to be (`runs/events.py`).
+Every statement requires the attempt's token and the state `running`. If a row does not match, the run was taken over:
+the write is refused and counted, and the attempt is ended. When a connection breaks during a statement, nobody knows
+whether PostgreSQL executed it. So it is sent again, and `batches.py` tells our own earlier write from a takeover.
 
-    failure                                   what happens
-    process dies before the statement         the run is taken over and attempted again
-    process dies after it                     done
-    database away                             the batch waits, and with it its runs' slots; tried again until it is back
-    a value PostgreSQL refuses                the batch is halved until the culprit is alone, and that one run fails
+    failure                                   effect
+    the process dies before the statement     the run is taken over and attempted again
+    the process dies after it                 none: the write is durable
+    the database is unreachable               the batch waits, and with it the slots of its runs; it is sent again
+                                              until the database answers
+    PostgreSQL refuses a value                the batch is halved until the value is found; that run fails, no other
 
-A slot is free when its run's end is durable, and not before: an instance cannot claim faster than it can complete.
+A slot of the executor is free when the end of its run is durable. So an instance cannot claim faster than it writes.
 
-What it does not promise: that an event which was not yet written survives the death of the process.
+Not guaranteed: an event that is not written yet is lost when the process dies.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import psycopg
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.background import cancel_and_wait
-from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Connection, Database, DatabaseAway, shows_an_outage
-from app.fleet.db.statements import array, fetch
-from app.fleet.engine.execute.run import STATE_MOST, Run, as_json
+from app.fleet.db.pool import Connection, Database
+from app.fleet.db.statements import fetch
+from app.fleet.engine.execute import batches
+from app.fleet.engine.execute.attempt import Attempt, Ending
+from app.fleet.engine.execute.batches import Checkpoint, Emitted, Ended, Returned, worth_repeating
+from app.fleet.engine.execute.failures import storable
+from app.fleet.engine.execute.unwritten import Kind, Unwritten
 from app.fleet.errors import EngineError, Fenced
-from app.fleet.runs import events as stream
-from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED
+from app.fleet.runs.end import COMPLETE
 from app.fleet.runs.events import Event
-from app.fleet.runs.feed import feed_insert_sql
-from app.fleet.runs.notifications import notify_sql
-from app.fleet.runs.retry_delay import usual_wait
-from app.fleet.runs.states import is_running
+from app.fleet.runs.writes import GUARD
 from app.fleet.stream.relay import CHANGED, EMITTED, Relay
 from app.fleet.telemetry.logs import events
-from app.fleet.telemetry.redaction import describe, redact
+from app.fleet.telemetry.redaction import describe
 
 Answer = TypeVar("Answer")
 
+# For metrics: how an attempt can end, and which writes can be refused because of an old token.
 OUTCOMES = ("succeeded", "failed", "cancelled", "retried", "paused")
-# What can be refused for its token.
 WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 
-BATCH = 1000
 RETRY = 0.1
-# How long the statement that ends runs waits for a row that another transaction has locked.
-LOCK_WAIT_MS = 10
-# How long a run whose row another transaction has locked is left alone.
-HELD_FOR = 0.25
+# How long the writes for a locked row wait.
+LOCKED_RETRY = 0.25
 AFTER_DEFECT = 1.0
-# Events of one run in a batch, before the next run's turn.
-SHARE = 10
-# Characters of events in one statement.
-BATCH_WEIGHT = 4_194_304
-# Events of one run, and their characters, that wait to be written before its `emit` waits.
-UNWRITTEN_MOST = 500
-UNWRITTEN_WEIGHT = 1_048_576
-# Events that a run may have, its changes of state among them.
-EVENTS_MOST = 100_000
-REFUSED = "what it wrote was refused by PostgreSQL:"
-ERROR_MOST = 10_000
-# Deadlock, serialization failure: try again, nothing is wrong with the values.
-TRANSIENT = {"40001", "40P01", "55P03", "57014"}
-# The class of what exceeds a limit of PostgreSQL's: it would exceed it again, although the driver calls it operational.
-TOO_MUCH = "54"
+# How many events of one run, and characters of them, may wait before its `emit` waits.
+MAX_UNWRITTEN_EVENTS = 500
+MAX_UNWRITTEN_SIZE = 1_048_576
+# How many events a run may have, its changes of state among them.
+MAX_EVENTS = 100_000
+REFUSED = "PostgreSQL refused what it wrote:"
 
 log = events(__name__)
 
 
-# Here and below, a row is looked for by its id and nothing else, whatever the planner thinks of the table just then:
-# while it is empty, walking through an index of it seems to cost nothing, and under a snapshot that is a long walk.
-# Hence `= ANY` beside the join, and `is_running`, which leads into no partial index.
-def finish(which: str, before: str = "") -> str:
-    """Return the statement that ends those of the runs that `which` says; `before` is a CTE that it needs."""
-    return f"""
-WITH {before}ended AS (
-    SELECT *
-    FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
-         AS e (id, token, state, result, error)
-), gone AS (
-    DELETE FROM {{schema}}.runs AS r
-    USING ended AS e
-    WHERE {which} AND r.id = e.id AND r.token = e.token AND {is_running()}
-    RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
-), noted AS (
-    {FEED_INSERT_ENDED}
-)
-{INSERT_FINISHED}"""
-
-
-def finish_unlocked(which: str = "true") -> str:
-    """Return the statement that ends runs, and leaves out those whose rows another transaction has locked."""
-    before = f"""own AS MATERIALIZED (
-    SELECT r.id
-    FROM {{schema}}.runs AS r
-    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()} AND {which}
-    FOR UPDATE SKIP LOCKED
-), """
-    return finish("r.id = ANY (ARRAY(SELECT id FROM own))", before)
-
-
-GIVEN = "r.id = ANY (%(ids)s::int8[])"
-# Nearly always no other transaction has locked one of these rows. To lock each of them first would take a tenth of the
-# statement's time, so the first attempt does not: it fails if it has to wait, and `FINISH_UNLOCKED` is sent instead.
-FINISH = Statement(finish(f"(SELECT set_config('lock_timeout', '{LOCK_WAIT_MS}', true)) <> '' AND {GIVEN}"))
-FINISH_UNLOCKED = Statement(finish_unlocked())
-# In the transaction of the run's effects, which is the caller's own: it waits for another one that the run guards.
-COMPLETE = Statement(finish(GIVEN) + "RETURNING id")
-# Instead of giving them back: they would wait for their delay, and then end without being run.
-END_CANCELLED = Statement(finish_unlocked("r.cancel_requested_at IS NOT NULL") + "RETURNING id")
-
-# Back to `pending`. A retry waits for its delay, or as its action says; a pause goes on where it was, as if it had not
-# been claimed.
-GIVE_BACK = Statement(f"""
-WITH own AS MATERIALIZED (
-    SELECT r.id
-    FROM {{schema}}.runs AS r
-    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()} AND r.cancel_requested_at IS NULL
-    FOR NO KEY UPDATE SKIP LOCKED
-), back AS (
-    UPDATE {{schema}}.runs AS r
-    SET state = 'pending',
-        run_at = CASE
-            WHEN b.paused THEN r.run_at
-            ELSE clock_timestamp() + make_interval(secs => coalesce(b.delay, {usual_wait()}))
-        END,
-        attempt = r.attempt - b.paused::int,
-        error = coalesce(b.error, r.error),
-        events = r.events + 1,
-        deadline_at = NULL
-    FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(pauses)s::bool[], %(delays)s::float8[], %(errors)s::text[])
-         AS b (id, token, paused, delay, error)
-    WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = b.id AND r.token = b.token AND {is_running()}
-    RETURNING {stream.EVENT_COLUMNS}, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
-), written AS (
-    {stream.event_insert_sql("back")}
-), noted AS (
-    {feed_insert_sql("back", "'pending'")}
-), told AS (
-    {notify_sql("back")}
-)
-SELECT id FROM back, (SELECT count(*) FROM told) AS t
-""")
-
-CHECKPOINT = Statement(f"""
-WITH own AS MATERIALIZED (
-    SELECT r.id
-    FROM {{schema}}.runs AS r
-    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()}
-    FOR NO KEY UPDATE SKIP LOCKED
-)
-UPDATE {{schema}}.runs AS r
-SET checkpoint = c.state::json
-FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[]) AS c (id, token, state)
-WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = c.id AND r.token = c.token AND {is_running()}
-RETURNING r.id, r.token
-""")
-
-# Which of these ended, or went back, with the very token we had. A token is drawn once, so it was we who did it.
-CONFIRM = Statement("""
-SELECT w.id
-FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token)
-WHERE EXISTS (SELECT FROM {schema}.finished_runs AS f WHERE f.id = w.id AND f.token = w.token)
-   OR (%(returned)s AND EXISTS (
-       SELECT FROM {schema}.runs AS r WHERE r.id = w.id AND r.token = w.token AND r.state = 'pending'
-   ))
-""")
-
-# Which of these still run with the very token we had, and how many events each has: their rows were skipped; or we
-# have written their events, in a statement whose answer was lost.
-STILL_OURS = Statement(f"""
-SELECT r.id, r.events
-FROM {{schema}}.runs AS r
-JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token) USING (id, token)
-WHERE r.id = ANY (%(ids)s) AND {is_running()}
-""")
-
-# KEY SHARE: a statement that takes the run back locks its row FOR UPDATE and skips the row while this lock is held. A
-# checkpoint updates no key column, so it does not conflict with this lock.
-GUARD = Statement(f"""
-SELECT id FROM {{schema}}.runs AS r WHERE id = %(id)s AND token = %(token)s AND {is_running()} FOR KEY SHARE
-""")
-
-
-class Ended(NamedTuple):
-    run: Run[Any]
-    # None for `succeeded`, which nearly all are.
-    state: str | None
-    result: str | None
-    error: str | None
-
-
-class Returned(NamedTuple):
-    run: Run[Any]
-    # A pause takes the attempt back.
-    paused: bool
-    # None for the usual wait.
-    delay: float | None
-    error: str | None
-
-
-class Kept(NamedTuple):
-    run: Run[Any]
-    state: str
-    done: "asyncio.Future[None]"
-
-
-AnyEnd = TypeVar("AnyEnd", Ended, Returned)
-AnyWrite = TypeVar("AnyWrite", Ended, Returned, Kept)
-
-
 class RunWriter:
-    """Appended to by the executor and the handles; written by its own task."""
+    """The executor and the attempts append to it; its own task writes."""
 
     def __init__(
         self,
         database: Database,
         relay: Relay,
-        on_settled: Callable[[Sequence[Run[Any]]], None],
-        on_fenced: Callable[[Run[Any]], None],
+        on_settled: Callable[[Sequence[Attempt]], None],
+        on_fenced: Callable[[Attempt], None],
     ) -> None:
-        """`on_settled` is told which runs are done with, durably; `on_fenced` of one that goes on without right."""
+        """`on_settled` gets attempts whose end is durable, `on_fenced` an attempt that goes on with an old token."""
+        # Set when the executor pauses; actions see it as `run.stopping`.
         self.stopping = asyncio.Event()
         self.fenced: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self._database = database
         self._relay = relay
-        self._sql = database.namespace.sql
+        self._namespace = database.namespace
         self._settled = on_settled
         self._on_fenced = on_fenced
-        self._lane = database.dedicated()
-        self._ended: list[Ended] = []
-        self._returned: list[Returned] = []
-        self._kept: list[Kept] = []
-        # Each run's unwritten events. The run whose turn comes last is last.
-        self._events: dict[Run[Any], deque[Event]] = {}
-        # Runs whose rows another transaction has locked, for the moment.
-        self._held: set[Run[Any]] = set()
+        self._connection = database.dedicated()
+        self._unwritten = Unwritten()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        # Replaced with each round: set when that round has ended.
-        self._round = asyncio.Event()
+        # Set at the end of the present round, and replaced.
+        self._round_ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # -- what an attempt says -----------------------------------------------------------------------------------------
+    # -- called by attempts and by the executor -----------------------------------------------------------------------
 
-    def succeeded(self, run: Run[Any], result: str | None) -> None:
-        run.recorded = True
-        self._ended.append(Ended(run, None, result, None))
+    def succeeded(self, attempt: Attempt, result: str | None) -> None:
+        attempt.recorded = True
+        self._unwritten.ended.append(Ended(attempt, None, result, None))
         self._work.set()
 
-    def failed(self, run: Run[Any], error: str) -> None:
-        self._end_badly(run, "failed", error)
+    def failed(self, attempt: Attempt, error: str) -> None:
+        self._ended_with(attempt, "failed", error)
 
-    def cancelled(self, run: Run[Any], error: str) -> None:
-        self._end_badly(run, "cancelled", error)
+    def cancelled(self, attempt: Attempt, error: str) -> None:
+        self._ended_with(attempt, "cancelled", error)
 
-    def retry(self, run: Run[Any], delay: float | None, error: str) -> None:
-        """Have it tried again after `delay` seconds; without it, after the usual wait of its action."""
-        self._give(Returned(run, False, delay, storable(error)))
+    def retry(self, attempt: Attempt, delay: float | None, error: str) -> None:
+        """Make the run pending again after `delay` seconds; None means the delay of its action."""
+        self._requeue(Returned(attempt, False, delay, storable(error)))
 
-    def paused(self, run: Run[Any]) -> None:
-        self._give(Returned(run, True, None, None))
+    def paused(self, attempt: Attempt) -> None:
+        self._requeue(Returned(attempt, True, None, None))
 
-    def _end_badly(self, run: Run[Any], state: str, error: str) -> None:
-        self._ended.append(Ended(run, state, None, storable(error)))
-        run.recorded = True
+    def _ended_with(self, attempt: Attempt, state: str, error: str) -> None:
+        self._unwritten.ended.append(Ended(attempt, state, None, storable(error)))
+        attempt.recorded = True
         self._work.set()
 
-    def _give(self, returned: Returned) -> None:
-        self._returned.append(returned)
-        returned.run.recorded = True
+    def _requeue(self, returned: Returned) -> None:
+        self._unwritten.returned.append(returned)
+        returned.attempt.recorded = True
         self._work.set()
 
-    async def checkpoint(self, run: Run[Any], state: str) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._kept.append(Kept(run, state, done))
+    async def checkpoint(self, attempt: Attempt, text: str) -> None:
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unwritten.checkpoints.append(Checkpoint(attempt, text, stored))
         self._work.set()
-        await done
+        await stored
 
-    async def emit(self, run: Run[Any], kind: str, data: str | None) -> None:
-        while run.said >= UNWRITTEN_MOST or run.said_weight >= UNWRITTEN_WEIGHT:
+    async def emit(self, attempt: Attempt, kind: str, data: str | None) -> None:
+        while attempt.unwritten_events >= MAX_UNWRITTEN_EVENTS or attempt.unwritten_size >= MAX_UNWRITTEN_SIZE:
             await self._until_round_ends()
-        if run.ending == "fenced" or run.recorded:
-            self.refuse(run, "event")
-            raise fenced(run)
-        if run.events + run.said >= EVENTS_MOST:
+        if attempt.ending is Ending.FENCED or attempt.recorded:
+            self.refuse(attempt, "event")
+            raise fenced(attempt)
+        if attempt.events + attempt.unwritten_events >= MAX_EVENTS:
             raise EngineError(
-                f"run {run.id} has {EVENTS_MOST} events, and may have no more: emit less often, or keep what there is "
-                f"to say in a table of your own"
+                f"run {attempt.run_id} has {MAX_EVENTS} events, which is the limit: emit less often, or write to a "
+                f"table of your own"
             )
-        event = Event(run.id, run.token, kind, data)
-        run.said += 1
-        run.said_weight += event.weight
-        self._events.setdefault(run, deque()).append(event)
+        event = Event(attempt.run_id, attempt.token, kind, data)
+        attempt.unwritten_events += 1
+        attempt.unwritten_size += event.weight
+        self._unwritten.add_event(attempt, event)
         self._work.set()
 
     @asynccontextmanager
-    async def committing(self, run: Run[Any]) -> AsyncIterator[AsyncSession]:
+    async def committing(self, attempt: Attempt) -> AsyncIterator[AsyncSession]:
         async with self._database.session() as session:
             yield session
-        self._relay.notify(CHANGED, [run.id])
+        self._relay.notify(CHANGED, [attempt.run_id])
 
-    async def complete_in(self, session: AsyncSession, run: Run[Any]) -> None:
-        """Complete a run in the transaction of its effects. Its events first: they must be there before its end."""
-        while run.said:
+    async def complete_in(self, session: AsyncSession, attempt: Attempt, result: Callable[[], str | None]) -> None:
+        """End the run in the transaction of its effects. Its events are written first, because they happened first."""
+        while attempt.unwritten_events:
             await self._until_round_ends()
-        result = None if run.result is None else as_json(run.result, "the result", STATE_MOST)
-        values = {"ids": [run.id], "tokens": [run.token], "states": None, "results": [result], "errors": None}
-        # Asked for the id, because SQLAlchemy does not tell how many rows a statement without any changed.
-        if not await fetch(session, self._sql(COMPLETE), values):
-            self.refuse(run, "commit")
-            raise fenced(run)
+        values = {
+            "ids": [attempt.run_id],
+            "tokens": [attempt.token],
+            "states": None,
+            "results": [result()],
+            "errors": None,
+        }
+        if not await fetch(session, self._namespace.sql(COMPLETE), values):
+            self.refuse(attempt, "commit")
+            raise fenced(attempt)
 
-    async def guard(self, session: AsyncSession, run: Run[Any]) -> None:
-        if not await fetch(session, self._sql(GUARD), {"id": run.id, "token": run.token}):
-            self.refuse(run, "guard")
-            raise fenced(run)
+    async def guard(self, session: AsyncSession, attempt: Attempt) -> None:
+        if not await fetch(session, self._namespace.sql(GUARD), {"id": attempt.run_id, "token": attempt.token}):
+            self.refuse(attempt, "guard")
+            raise fenced(attempt)
 
     def wait_from_thread(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Let the event loop do something for a thread."""
+        """Block a thread until the event loop has done some work for it."""
         assert self._loop is not None
         if asyncio._get_running_loop() is not None:  # noqa: SLF001 — the public one raises where there is none
             work.close()
             raise RuntimeError("`run.blocking` is for plain functions; an async action awaits the run's own methods")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    # -- the writer ---------------------------------------------------------------------------------------------------
+    def refuse(self, attempt: Attempt, write: str, *, stop: bool = True) -> None:
+        """Count a write that came too late: another attempt has the run."""
+        self.fenced[write] += 1
+        log.warning("run.fenced", run=attempt.run_id, action=attempt.action.name, token=attempt.token, what=write)
+        if stop:
+            self._on_fenced(attempt)
+
+    # -- the task -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._write_for_ever(), name="writer")
 
+    async def stop(self) -> None:
+        await cancel_and_wait(self._task)
+        await self._connection.close()
+
     async def empty(self) -> None:
-        """Wait until everything said so far is written."""
+        """Wait until everything that was appended so far is written."""
         while self._busy():
             self._work.set()
             await self._idle.wait()
-            await asyncio.sleep(RETRY if self._held else 0)
+            await asyncio.sleep(RETRY if self._unwritten.locked else 0)
+
+    def _busy(self) -> bool:
+        return bool(self._unwritten) or not self._idle.is_set()
 
     async def _until_round_ends(self) -> None:
         self._work.set()
-        await self._round.wait()
-
-    async def stop(self) -> None:
-        await cancel_and_wait(self._task)
-        await self._lane.close()
-
-    def _busy(self) -> bool:
-        return bool(self._ended or self._returned or self._kept or self._events) or not self._idle.is_set()
+        await self._round_ended.wait()
 
     async def _write_for_ever(self) -> None:
         while True:
@@ -382,298 +229,153 @@ class RunWriter:
             self._idle.clear()
             try:
                 await self._write_round()
-            except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
+            except Exception as error:  # noqa: BLE001 — a defect of this code must not stop the task for good
                 log.error("engine.defect", error=error, service="writer")
                 await asyncio.sleep(AFTER_DEFECT)
             finally:
                 self._idle.set()
-                self._round.set()
-                self._round = asyncio.Event()
+                self._round_ended.set()
+                self._round_ended = asyncio.Event()
 
     async def _write_round(self) -> None:
-        said = self._share_of_events()
-        kept, self._kept = self._writable(self._kept, self._held)
-        # A run's events are all written before its end: it said them before it ended.
-        waiting = self._held.union(self._events) if self._events or self._held else self._held
-        returned, self._returned = self._writable(self._returned, waiting)
-        ended, self._ended = self._writable(self._ended, waiting)
-        if said:
-            await self._persist(said, self._append)
-        if kept:
-            await self._persist(kept, self._keep)
-        if returned:
-            await self._persist(returned, self._give_back)
-        if ended:
-            await self._persist(ended, self._finish)
-        if self._has_more():
+        for kind, batch in self._unwritten.next_round():
+            await self._persist(kind, batch)
+        if self._unwritten.has_more():
             self._work.set()
 
-    def _has_more(self) -> bool:
-        """Whether there is something that can be written now."""
-        queued = (self._ended, self._returned, self._kept)
-        if not self._held:
-            return bool(self._events) or any(queued)
-        return not self._held.issuperset(self._events) or any(
-            each.run not in self._held for queue in queued for each in queue
-        )
-
-    def _share_of_events(self) -> list[tuple[Run[Any], Event]]:
-        """Take the next batch of events: as many of each run as the batch has room for, a few at a time."""
-        said: list[tuple[Run[Any], Event]] = []
-        weight = 0
-        turns = deque(run for run in self._events if run not in self._held)
-        while turns and len(said) < BATCH and weight < BATCH_WEIGHT:
-            run = turns.popleft()
-            unwritten = self._events.pop(run)
-            for _ in range(min(len(unwritten), SHARE)):
-                event = unwritten.popleft()
-                weight += event.weight
-                said.append((run, event))
-            if unwritten:
-                self._events[run] = unwritten
-                turns.append(run)
-        return said
-
-    def _writable(self, queue: list[AnyWrite], waiting: "set[Run[Any]]") -> tuple[list[AnyWrite], list[AnyWrite]]:
-        """Part what may be written in this round from what waits: for its run, or for room."""
-        if not waiting:
-            return queue[:BATCH], queue[BATCH:]
-        now: list[AnyWrite] = []
-        later: list[AnyWrite] = []
-        for each in queue:
-            (now if len(now) < BATCH and each.run not in waiting else later).append(each)
-        return now, later
-
-    def _hold(self, runs: Sequence[Run[Any]]) -> None:
-        """Leave what these have to write for a moment: their rows are locked."""
-        if runs:
-            assert self._loop is not None
-            self._held.update(runs)
-            self._loop.call_later(HELD_FOR, self._release, runs)
-
-    def _release(self, runs: Sequence[Run[Any]]) -> None:
-        self._held.difference_update(runs)
-        self._work.set()
-
-    async def _persist(self, batch: Sequence[Any], write: Callable[..., Coroutine[Any, Any, None]]) -> None:
-        """Write a batch, for as long as it takes."""
-        again = False
+    async def _persist(self, kind: Kind, batch: Sequence[Any]) -> None:
+        """Write a batch, however long the database is unreachable."""
+        sent_before = False
         while True:
             try:
-                async with self._lane.connection() as connection:
-                    await write(connection, batch, again)
-                # A checkpoint is nothing that anybody follows.
-                if self._relay.has_followers and write != self._keep:
-                    self._relay.notify(EMITTED if write == self._append else CHANGED, [item[0].id for item in batch])
-            except Exception as error:  # noqa: BLE001 — whatever is wrong with one of them, the others are written
+                async with self._connection.connection() as connection:
+                    await self._write(kind, connection, batch, sent_before)
+                # Nobody follows checkpoints.
+                if self._relay.has_followers and kind is not Kind.CHECKPOINTS:
+                    what = EMITTED if kind is Kind.EVENTS else CHANGED
+                    self._relay.notify(what, [each.attempt.run_id for each in batch])
+            except Exception as error:  # noqa: BLE001 — if one write of the batch is wrong, the others are still written
                 if not worth_repeating(error):
-                    await self._isolate(batch, write, error)
+                    await self._isolate(kind, batch, error)
                     return
-                again = True
+                sent_before = True
                 await asyncio.sleep(RETRY)
             else:
                 return
 
-    async def _isolate(
-        self, batch: Sequence[Any], write: Callable[..., Coroutine[Any, Any, None]], error: Exception
-    ) -> None:
-        """PostgreSQL refuses something in this batch: find out what, and lose nothing else over it."""
+    async def _write(self, kind: Kind, connection: Connection, batch: Sequence[Any], sent_before: bool) -> None:
+        if kind is Kind.EVENTS:
+            await self._append_events(connection, batch, sent_before)
+        elif kind is Kind.CHECKPOINTS:
+            await self._store_checkpoints(connection, batch)
+        elif kind is Kind.RETURNED:
+            await self._requeue_runs(connection, batch, sent_before)
+        else:
+            await self._finish(connection, batch)
+
+    async def _isolate(self, kind: Kind, batch: Sequence[Any], error: Exception) -> None:
+        """Find the write that PostgreSQL refuses, by halves, and write the others."""
         if len(batch) > 1:
             middle = len(batch) // 2
-            await self._persist(batch[:middle], write)
-            await self._persist(batch[middle:], write)
+            await self._persist(kind, batch[:middle])
+            await self._persist(kind, batch[middle:])
             return
-        (item,) = batch
-        run: Run[Any] = item[0]
-        log.error("run.write_refused", run=run.id, action=run.action, what=write.__name__.strip("_"), error=error)
-        text = f"{REFUSED} {describe(error)}"
-        if isinstance(item, Kept):
-            if not item.done.done():
-                item.done.set_exception(error)
-        elif may_fail(item):
-            await self._persist([Ended(run, "failed", None, storable(text))], self._finish)
-        elif isinstance(item, Ended | Returned):
-            # Its deadline is what is left to end it.
-            self._settled([run])
+        (refused,) = batch
+        attempt: Attempt = refused.attempt
+        log.error("run.write_refused", run=attempt.run_id, action=attempt.action.name, what=kind.value, error=error)
+        if isinstance(refused, Checkpoint):
+            if not refused.stored.done():
+                refused.stored.set_exception(error)
+        elif may_fail(refused):
+            text = storable(f"{REFUSED} {describe(error)}")
+            await self._persist(Kind.ENDED, [Ended(attempt, "failed", None, text)])
+        elif isinstance(refused, Ended | Returned):
+            # Nothing more can be written about this attempt. Another instance ends the run after its deadline.
+            self._settled([attempt])
         else:
-            self._written(run, [item[1]])
+            forget(attempt, [refused.event])
 
-    # -- the statements -----------------------------------------------------------------------------------------------
+    def _wait_for_locked(self, attempts: Sequence[Attempt]) -> None:
+        """Leave the writes of these attempts for `LOCKED_RETRY`: their rows are locked."""
+        if attempts:
+            assert self._loop is not None
+            self._unwritten.lock(attempts)
+            self._loop.call_later(LOCKED_RETRY, self._try_locked_again, attempts)
 
-    async def _append(self, connection: Connection, batch: Sequence[tuple[Run[Any], Event]], again: bool) -> None:
-        said: dict[Run[Any], list[Event]] = {}
-        for run, event in batch:
-            said.setdefault(run, []).append(event)
-        given = [Event(*event[:4], run.events) for run, event in batch]
-        stale = await stream.append(connection, self._database.namespace, given)
-        left = [run for run in said if (run.id, run.token) in stale]
-        counts = await self._still_ours(connection, left) if left else {}
-        held = []
-        for run in left:
-            if counts.get(run.id) == run.events:
-                held.append(run)
-                self._events.setdefault(run, deque()).extendleft(reversed(said.pop(run)))
-            elif not again or counts.get(run.id) != run.events + len(said[run]):
-                self.refuse(run, "event")
-        self._hold(held)
-        for run, written in said.items():
-            run.events += len(written)
-            self._written(run, written)
+    def _try_locked_again(self, attempts: Sequence[Attempt]) -> None:
+        self._unwritten.unlock(attempts)
+        self._work.set()
 
-    def _written(self, run: Run[Any], written: Sequence[Event]) -> None:
-        run.said -= len(written)
-        run.said_weight -= sum(event.weight for event in written)
+    # -- a batch each -------------------------------------------------------------------------------------------------
 
-    async def _keep(self, connection: Connection, batch: Sequence[Kept], _again: bool) -> None:
-        # The last one of a run counts: a statement may touch a row only once.
-        latest = {(each.run.id, each.run.token): each.state for each in batch}
-        values = {
-            "ids": [run_id for run_id, _ in latest],
-            "tokens": [token for _, token in latest],
-            "states": list(latest.values()),
-        }
-        written = set(await (await connection.execute(self._sql(CHECKPOINT), values)).fetchall())
-        left = [each.run for each in batch if (each.run.id, each.run.token) not in written]
-        ours = await self._still_ours(connection, left) if left else {}
-        held = [each for each in batch if each.run.id in ours]
-        self._kept[:0] = held
-        self._hold([each.run for each in held])
-        for each in batch:
-            if each.run.id in ours:
-                continue
-            stale = (each.run.id, each.run.token) not in written
-            if stale:
-                self.refuse(each.run, "checkpoint")
-            if each.done.done():
-                continue
-            if stale:
-                each.done.set_exception(fenced(each.run))
-            else:
-                each.done.set_result(None)
+    async def _append_events(self, connection: Connection, batch: Sequence[Emitted], sent_before: bool) -> None:
+        outcome = await batches.append_events(connection, self._namespace, batch, sent_before=sent_before)
+        for attempt in outcome.fenced:
+            self.refuse(attempt, "event")
+        for attempt, unwritten in outcome.locked.items():
+            self._unwritten.put_events_back(attempt, unwritten)
+        self._wait_for_locked(list(outcome.locked))
+        for attempt, written in outcome.written.items():
+            attempt.events += len(written)
+            forget(attempt, written)
 
-    async def _give_back(self, connection: Connection, batch: Sequence[Returned], again: bool) -> None:
-        values = {
-            "ids": [each.run.id for each in batch],
-            "tokens": [each.run.token for each in batch],
-            "pauses": [each.paused for each in batch],
-            "delays": [each.delay for each in batch],
-            "errors": [each.error for each in batch],
-        }
-        rows = await (await connection.execute(self._sql(GIVE_BACK), values)).fetchall()
-        cancelled: set[int] = set()
-        if len(rows) < len(batch):
-            written = {row[0] for row in rows}
-            cancelled = await self._end_cancelled(connection, [each for each in batch if each.run.id not in written])
-            batch, held = await self._sort_out(connection, batch, written | cancelled, returned=again)
-            self._returned[:0] = held
+    async def _store_checkpoints(self, connection: Connection, batch: Sequence[Checkpoint]) -> None:
+        outcome = await batches.store_checkpoints(connection, self._namespace, batch)
+        self._unwritten.checkpoints[:0] = outcome.locked
+        self._wait_for_locked([each.attempt for each in outcome.locked])
+        for each in outcome.fenced:
+            self.refuse(each.attempt, "checkpoint")
+            if not each.stored.done():
+                each.stored.set_exception(fenced(each.attempt))
+        for each in outcome.written:
+            if not each.stored.done():
+                each.stored.set_result(None)
+
+    async def _requeue_runs(self, connection: Connection, batch: Sequence[Returned], sent_before: bool) -> None:
+        outcome = await batches.requeue(connection, self._namespace, batch, sent_before=sent_before)
+        self._settle_others(outcome)
+        self._unwritten.returned[:0] = outcome.locked
         self.outcomes.update(
-            "cancelled" if each.run.id in cancelled else "paused" if each.paused else "retried" for each in batch
+            "cancelled" if each.attempt.run_id in outcome.cancelled else "paused" if each.paused else "retried"
+            for each in outcome.written
         )
-        self._settled([each.run for each in batch])
+        self._settled([each.attempt for each in outcome.written])
 
-    async def _end_cancelled(self, connection: Connection, batch: Sequence[Returned]) -> set[int]:
-        """End those whose cancellation was requested, instead of giving them back; return which they were."""
-        values = {
-            "ids": [each.run.id for each in batch],
-            "tokens": [each.run.token for each in batch],
-            "states": ["cancelled"] * len(batch),
-            "results": [None] * len(batch),
-            "errors": ["cancelled on request" + (f"; {each.error}" if each.error else "") for each in batch],
-        }
-        return {row[0] for row in await (await connection.execute(self._sql(END_CANCELLED), values)).fetchall()}
-
-    async def _finish(self, connection: Connection, batch: Sequence[Ended], _again: bool) -> None:
-        runs = [each.run for each in batch]
-        values: dict[str, Any] = {
-            "ids": array([run.id for run in runs]),
-            "tokens": array([run.token for run in runs]),
-            "states": None,
-            "results": None,
-            "errors": None,
-        }
-        plain = True
-        for each in batch:
-            if each.state is not None or each.result is not None:
-                plain = False
-                break
-        if not plain:
-            values["states"] = [each.state for each in batch]
-            values["results"] = [each.result for each in batch]
-            values["errors"] = [each.error for each in batch]
-        try:
-            cursor = await connection.execute(self._sql(FINISH), values)
-        except psycopg.errors.LockNotAvailable:
-            cursor = await connection.execute(self._sql(FINISH_UNLOCKED), values)
-        if cursor.rowcount < len(batch):
-            batch, held = await self._sort_out(connection, batch, set(), returned=False)
-            self._ended[:0] = held
-            runs = [each.run for each in batch]
+    async def _finish(self, connection: Connection, batch: Sequence[Ended]) -> None:
+        plain = all(each.state is None and each.result is None for each in batch)
+        outcome = await batches.finish(connection, self._namespace, batch, plain=plain)
+        self._settle_others(outcome)
+        self._unwritten.ended[:0] = outcome.locked
         if plain:
-            self.outcomes["succeeded"] += len(batch)
+            self.outcomes["succeeded"] += len(outcome.written)
         else:
-            self.outcomes.update(each.state or "succeeded" for each in batch)
-        self._settled(runs)
+            self.outcomes.update(each.state or "succeeded" for each in outcome.written)
+        self._settled([each.attempt for each in outcome.written])
 
-    async def _sort_out(
-        self, connection: Connection, batch: Sequence[AnyEnd], written: set[int], *, returned: bool
-    ) -> tuple[list[AnyEnd], list[AnyEnd]]:
-        """Return those that are written, and those whose rows are locked. The others were taken over.
-
-        Some were not written by this statement: they are locked, were taken over, or we ended them in an earlier one
-        whose answer was lost.
-        """
-        missing = {each.run.id: each for each in batch if each.run.id not in written}
-        values = {"ids": list(missing), "tokens": [each.run.token for each in missing.values()], "returned": returned}
-        # In this order: what is not ended yet when it is asked for may be, when the second statement looks.
-        ours = await self._still_ours(connection, [each.run for each in missing.values()])
-        rows = await (await connection.execute(self._sql(CONFIRM), values)).fetchall()
-        done = written | {row[0] for row in rows}
-        held = [each for each in missing.values() if each.run.id in ours and each.run.id not in done]
-        self._hold([each.run for each in held])
-        refused = [each.run for each in missing.values() if each.run.id not in done and each.run.id not in ours]
-        for run in refused:
-            self.refuse(run, "completion", stop=False)
-        self._settled(refused)
-        return [each for each in batch if each.run.id in done], held
-
-    async def _still_ours(self, connection: Connection, runs: Sequence[Run[Any]]) -> dict[int, int]:
-        """Return how many events each of these has that still runs with its token."""
-        values = {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]}
-        return dict(await (await connection.execute(self._sql(STILL_OURS), values)).fetchall())
-
-    def refuse(self, run: Run[Any], what: str, *, stop: bool = True) -> None:
-        """Count a write that came too late; its run is somebody else's."""
-        self.fenced[what] += 1
-        log.warning("run.fenced", run=run.id, action=run.action, token=run.token, what=what)
-        if stop:
-            self._on_fenced(run)
+    def _settle_others(self, outcome: batches.Outcome[Any]) -> None:
+        """Handle what a statement could not write: locked rows wait, and what was taken over is over for us."""
+        self._wait_for_locked([each.attempt for each in outcome.locked])
+        for each in outcome.fenced:
+            self.refuse(each.attempt, "completion", stop=False)
+        if outcome.fenced:
+            self._settled([each.attempt for each in outcome.fenced])
 
 
-def fenced(run: Run[Any]) -> Fenced:
+def forget(attempt: Attempt, written: Sequence[Event]) -> None:
+    """Events of this attempt do not wait any more."""
+    attempt.unwritten_events -= len(written)
+    attempt.unwritten_size -= sum(event.weight for event in written)
+
+
+def fenced(attempt: Attempt) -> Fenced:
     return Fenced(
-        f"run {run.id} was taken over: the token {run.token} of this attempt is out of date, and nothing that it "
-        f"writes counts"
+        f"run {attempt.run_id} was taken over: the token {attempt.token} of this attempt is out of date, and nothing "
+        f"that it writes is kept"
     )
 
 
-def may_fail(item: Any) -> bool:
-    """Whether its run can be recorded as failed instead; not if that is what was refused."""
-    if isinstance(item, Returned):
-        return not item.paused
-    return isinstance(item, Ended) and not (item.error or "").startswith(REFUSED)
-
-
-def worth_repeating(error: BaseException) -> bool:
-    if isinstance(error, DBAPIError) and error.orig is not None:
-        error = error.orig
-    if isinstance(error, psycopg.Error) and error.sqlstate in TRANSIENT:
-        return True
-    if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(TOO_MUCH):
-        return False
-    return isinstance(error, DatabaseAway | psycopg.OperationalError | psycopg.InterfaceError) or shows_an_outage(error)
-
-
-def storable(text: str) -> str:
-    """Return the text without secrets, and as PostgreSQL takes it: without NUL and lone surrogates, bounded."""
-    clean = redact(text).replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
-    return clean if len(clean) <= ERROR_MOST else clean[:ERROR_MOST] + " …"
+def may_fail(write: Ended | Returned | Emitted) -> bool:
+    """Return whether the run can be recorded as failed instead; not if that is what PostgreSQL refused."""
+    if isinstance(write, Returned):
+        return not write.paused
+    return isinstance(write, Ended) and not (write.error or "").startswith(REFUSED)

@@ -29,7 +29,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.db.pool import Database
 from app.fleet.db.statements import Place, fetch
 from app.fleet.duration import Duration
-from app.fleet.engine.execute.run import Run, current_run
+from app.fleet.engine.execute.attempt import Attempt, current_attempt
 from app.fleet.engine.once.statements import DRAW_TOKEN, MARK, RELEASE, TAKE
 from app.fleet.errors import DatabaseError, EngineError, Fenced
 from app.fleet.validation import check_duration
@@ -50,19 +50,21 @@ class Owner(NamedTuple):
     """The owner of keys: an attempt or, outside of runs, an instance."""
 
     instance: int
-    run: Run[Any] | None
+    attempt: Attempt | None
 
     def __str__(self) -> str:
-        return f"instance {self.instance}" if self.run is None else f"attempt {self.run.attempt} at run {self.run.id}"
+        if self.attempt is None:
+            return f"instance {self.instance}"
+        return f"attempt {self.attempt.number} at run {self.attempt.run_id}"
 
     @property
     def values(self) -> dict[str, int | None]:
         # A run that its own attempt has completed within the block cannot be taken over any more.
-        run = None if self.run is None or self.run.committed else self.run
+        attempt = None if self.attempt is None or self.attempt.committed else self.attempt
         return {
             "instance": self.instance,
-            "run": None if run is None else run.id,
-            "run_token": None if run is None else run.token,
+            "run": None if attempt is None else attempt.run_id,
+            "run_token": None if attempt is None else attempt.token,
         }
 
 
@@ -168,7 +170,7 @@ class SeenStore:
     def _owner(self) -> Owner:
         if (identity := self._member.identity) is None:
             raise Fenced("this instance was declared gone and is registering again: until then it cannot take a key")
-        return Owner(identity.id, current_run.get())
+        return Owner(identity.id, current_attempt.get())
 
     async def _take(self, block: Block) -> None:
         """Take the free keys, and read the states of the others."""
@@ -232,8 +234,8 @@ class SeenStore:
 
     def _fenced(self, block: Block) -> Fenced:
         """Return the error for an owner that has ended, and count it like any other late write of an attempt."""
-        if (run := block.owner.run) is not None:
-            run._writer.refuse(run, "once", stop=False)  # noqa: SLF001 — an attempt has one writer
+        if block.owner.attempt is not None:
+            block.owner.attempt.refuse("once")
         return Fenced(
             f"{block.owner} is out of date: its instance was declared gone, or its run was taken over or has ended. "
             f"Its keys of {block.scope!r} are free for other blocks, and the block's session is rolled back"

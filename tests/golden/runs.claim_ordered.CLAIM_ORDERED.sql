@@ -69,7 +69,7 @@ WITH RECURSIVE me AS MATERIALIZED (
 ), heads AS (
     SELECT head, later FROM line
     UNION ALL
-    -- Not one that was met as well: it would take the room of two.
+    -- Without those that the scan has met: each would take the room of two.
     SELECT CASE WHEN free THEN id END, later FROM ended WHERE id NOT IN (SELECT head FROM line WHERE head IS NOT NULL)
 ), found AS MATERIALIZED (
     SELECT r.id, r.weight

@@ -1,0 +1,115 @@
+"""An attempt: one execution of a run by this instance, under the fencing token of its claim.
+
+`Run` is the handle that the action gets (`engine/actions/run.py`). `Attempt` is the engine's record of the same
+attempt: what the claim returned, what is not written yet, and how the attempt ends. It gives the handle its writes, and
+the run writer makes them.
+"""
+
+import asyncio
+import enum
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet.engine.actions.action import Action
+
+if TYPE_CHECKING:
+    from app.fleet.engine.execute.writer import RunWriter
+
+Answer = TypeVar("Answer")
+
+
+class Ending(enum.StrEnum):
+    """Why the engine ends an attempt before its action returns."""
+
+    # Another attempt has the run.
+    FENCED = "fenced"
+    # The executor pauses: the run goes back to pending.
+    PAUSED = "paused"
+    # Somebody requested it.
+    CANCELLED = "cancelled"
+    # The deadline has passed.
+    TIMEOUT = "timeout"
+
+
+class Attempt:
+    # fmt: off
+    __slots__ = (
+        "_writer", "action", "action_id", "blocked_seconds", "checkpoint_text", "committed", "committing",
+        "counted_attempts", "deadline", "ending", "events", "limited", "max_attempts", "number", "ordering_key",
+        "payload_text", "priority", "recorded", "run_id", "scheduled_for", "task", "token", "trigger",
+        "unwritten_events", "unwritten_size",
+    )
+    # fmt: on
+
+    def __init__(
+        self,
+        action: Action[Any],
+        writer: "RunWriter",
+        row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None, int, str | None],
+    ) -> None:
+        """`row` has the columns of a claim (`runs/claim.py`)."""
+        self.action = action
+        self._writer = writer
+        (
+            self.run_id, self.action_id, self.token, self.number, deaths, self.max_attempts, self.priority,
+            self.trigger, self.scheduled_for, self.payload_text, self.checkpoint_text, self.events, self.ordering_key,
+        ) = row  # fmt: skip
+        # The attempts that count against the retries of the run: those that ended with their instance do not.
+        self.counted_attempts = self.number - deaths
+        self.limited = action.limited
+        # `run.commit` has begun its transaction; it has committed.
+        self.committing = self.committed = False
+        # `events` counts the events of the run in the database, its changes of state among them.
+        self.unwritten_events = self.unwritten_size = 0
+        # The run writer has the end of this attempt, or needs none. Whatever the attempt writes after that is refused.
+        self.recorded = False
+        self.ending: Ending | None = None
+        self.deadline = 0.0
+        # How long the attempt has blocked the event loop (`loop_monitor.py`).
+        self.blocked_seconds = 0.0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        return self._writer.stopping
+
+    async def checkpoint(self, text: str) -> None:
+        await self._writer.checkpoint(self, text)
+        if self.stopping.is_set():
+            self.ending = self.ending or Ending.PAUSED
+            raise asyncio.CancelledError("the instance drains")
+
+    async def emit(self, kind: str, text: str | None) -> None:
+        await self._writer.emit(self, kind, text)
+
+    @asynccontextmanager
+    async def commit(self, result: Callable[[], str | None]) -> AsyncIterator[AsyncSession]:
+        """Commit what the block does and the completion of the run; `result` is called after the block."""
+        self.committing = True
+        try:
+            async with self._writer.committing(self) as session:
+                yield session
+                await self._writer.complete_in(session, self, result)
+            self.committed = True
+        finally:
+            self.committing = self.committed
+
+    async def guard(self, session: AsyncSession) -> None:
+        await self._writer.guard(session, self)
+
+    def refuse(self, write: str) -> None:
+        """Count and log a write that came too late, without ending the attempt."""
+        self._writer.refuse(self, write, stop=False)
+
+    def wait_from_thread(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        return self._writer.wait_from_thread(work)
+
+
+# The attempt that this code belongs to. The executor sets it in the task of each attempt; outside of attempts it is
+# None.
+current_attempt: ContextVar[Attempt | None] = ContextVar("flotilla_attempt", default=None)

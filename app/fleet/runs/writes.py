@@ -1,0 +1,37 @@
+"""What an attempt writes about its run while it runs: checkpoints, and the guard of a transaction.
+
+Each statement requires the run's id, its token and the state `running`. An attempt whose run was taken over matches no
+row. Events have the same condition (`events.py`).
+"""
+
+from app.fleet.db.namespace import Statement
+from app.fleet.runs.states import is_running
+
+CHECKPOINT = Statement(f"""
+WITH own AS MATERIALIZED (
+    SELECT r.id
+    FROM {{schema}}.runs AS r
+    WHERE r.id = ANY (%(ids)s::int8[]) AND {is_running()}
+    FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE {{schema}}.runs AS r
+SET checkpoint = c.state::json
+FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[]) AS c (id, token, state)
+WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = c.id AND r.token = c.token AND {is_running()}
+RETURNING r.id, r.token
+""")
+
+# Which of these runs still run with this token, and how many events each has: their rows were locked and skipped, or
+# their events were written by a statement whose answer was lost.
+STILL_OURS = Statement(f"""
+SELECT r.id, r.events
+FROM {{schema}}.runs AS r
+JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token) USING (id, token)
+WHERE r.id = ANY (%(ids)s) AND {is_running()}
+""")
+
+# KEY SHARE: a statement that takes the run over locks its row FOR UPDATE, and skips it while this lock is held. A
+# checkpoint updates no key column, so it does not conflict with this lock.
+GUARD = Statement(f"""
+SELECT id FROM {{schema}}.runs AS r WHERE id = %(id)s AND token = %(token)s AND {is_running()} FOR KEY SHARE
+""")
