@@ -2,7 +2,7 @@
 
 Listing and pausing use the database alone, so they work at every instance, whatever its release. Triggering needs the
 code of the action, which defines its payload. During a deploy, an instance whose release does not have the action yet
-answers with 503, and a client that retries reaches one that has it.
+answers with 503, and a client that retries reaches an instance that has it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -42,7 +42,7 @@ ACTION_LIST = TypeAdapter(ActionList)
 
 @router.get("", response_model=ActionList)
 async def list_actions(context: InContext) -> Response:
-    """List all actions: the schedule, the last run, the instances that run it and those that stand by."""
+    """List all actions: the schedule, the last run, the instances that run it and the instances that stand by."""
     async with context.database.connection() as connection:
         found = await admin.find_all(connection, context.database.namespace, context.engine.catalogue)
     return answer(ACTION_LIST, ActionList(found))
