@@ -1,1 +1,1 @@
-"""What the tests stand on: servers, processes, proxies. Real ones."""
+"""Support for the tests: real servers, processes and proxies."""

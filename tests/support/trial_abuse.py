@@ -1,4 +1,4 @@
-"""Actions for `test_abuse`: one on a schedule that must not miss a slot, and some that do what no action should."""
+"""Actions for `test_abuse`: one with a schedule that must not miss a slot, and some that misbehave."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ async def lone(_: Run) -> None: ...
 
 @action("hold-open")
 async def hold_open(run: Run) -> None:
-    """Keep a transaction open that has triggered a run of an action that runs alone."""
+    """Keep a transaction open that has triggered a run of an action with overlap="skip"."""
     async with transaction() as opened:
         await trigger("lone", session=opened)
         await asyncio.sleep(run.payload["seconds"])

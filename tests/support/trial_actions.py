@@ -1,6 +1,6 @@
-"""Actions that only tests need: for each thing that a user's may do, well or badly.
+"""Actions for tests: one for each thing that a user's action may do, correctly or not.
 
-What they do is written into `public.effects`, which a test makes when it wants to see it.
+They write their effects into `public.effects`, a table that a test creates if it needs the effects.
 """
 
 import asyncio
@@ -166,7 +166,7 @@ async def rated(_: Run) -> None: ...
 
 @action("note")
 async def note(run: Run) -> None:
-    """Leave an effect in the transaction that completes the run."""
+    """Write an effect in the transaction that completes the run."""
     await run.emit("noting")
     await asyncio.sleep(run.payload.get("seconds", 0))
     await opened(run.payload.get("gate"))
@@ -176,7 +176,7 @@ async def note(run: Run) -> None:
 
 @action("step", retry_delay="20ms")
 async def step(run: Run) -> None:
-    """Be one of a line: leave an effect when it begins, and one in the transaction that completes it."""
+    """An ordered run: write an effect when it begins, and one in the transaction that completes it."""
     async with transaction() as session:
         await session.execute(EFFECT, effect(run, f"{run.ordering_key} began"))
     await asyncio.sleep(run.payload.get("seconds", 0))
@@ -198,7 +198,7 @@ def note_in_thread(run: Run) -> None:
 
 @action("walk")
 async def walk(run: Run) -> dict[str, Any]:
-    """Take many steps, with a checkpoint after each; the last one when the file `gate` is there, if there is one."""
+    """Take many steps with a checkpoint after each. With `gate`, take the last one only when that file exists."""
     steps = run.payload.get("steps", 20)
     done = run.last_checkpoint["done"] if run.last_checkpoint else 0
     seen = run.last_checkpoint["seen"] if run.last_checkpoint else []
@@ -206,7 +206,7 @@ async def walk(run: Run) -> dict[str, Any]:
     for step in range(done, steps):
         await asyncio.sleep(run.payload.get("seconds", 0.1))
         while step + 1 == steps and not is_open(run.payload.get("gate")):
-            # Where it can be paused at once.
+            # The run can be paused here at once.
             await run.checkpoint({"done": step, "seen": seen})
             await asyncio.sleep(0.05)
         if instance not in seen:
@@ -217,7 +217,7 @@ async def walk(run: Run) -> dict[str, Any]:
 
 
 async def opened(gate: str | None) -> None:
-    while not is_open(gate):  # noqa: ASYNC110 — a file tells nobody that it is there
+    while not is_open(gate):  # noqa: ASYNC110 — a new file sends no notification
         await asyncio.sleep(0.05)
 
 
@@ -232,7 +232,7 @@ async def relay(run: Run) -> int:
 
 @action("late")
 async def late(run: Run) -> str:
-    """Write once more after the run was taken over, whatever its cancellation says; another attempt just ends."""
+    """Ignore the cancellation, and write once more after the run was taken over; other attempts end at once."""
     if run.attempt > 1:
         return "done by another"
     write = run.payload["write"]
@@ -323,7 +323,7 @@ async def emit_badly(run: Run) -> list[str]:
 
 @action("note-under-lock")
 async def note_under_lock(run: Run) -> int:
-    """Leave an effect with a lock's token; `late` does so when the lock is lost, whatever its cancellation says."""
+    """Write an effect with the token of a lock; with `late`, after the lock is lost, ignoring the cancellation."""
     async with lock("trial", ttl="3s", on_loss="tell") as held:
         if run.payload.get("late") and run.attempt == 1:
             while not held.lost.is_set():
@@ -338,7 +338,7 @@ async def note_under_lock(run: Run) -> int:
 
 @action("hold-lock")
 async def hold_lock(run: Run) -> str:
-    """Hold a lock for long; an attempt after the first has nothing to do."""
+    """Hold a lock for a long time; later attempts have nothing to do."""
     if run.attempt > 1:
         return "another held it"
     async with lock("trial"):
@@ -348,14 +348,14 @@ async def hold_lock(run: Run) -> str:
 
 @action("strike", concurrency=6)
 async def strike(run: Run) -> None:
-    """Take a lock again and again, and leave an effect each time; what was lost on the way is tried again."""
+    """Acquire a lock again and again, and write an effect each time; repeat those that were lost."""
     done = run.last_checkpoint or 0
 
     async def leave(held: HeldLock) -> None:
         with contextlib.suppress(LockLost):
             async with transaction() as session:
                 await session.execute(EFFECT, {**effect(run, "struck"), "token": held.token})
-                # Most of the time that it is held: whoever is frozen while holding it is frozen here.
+                # Most of the holding time is here, so a process that is frozen while it holds the lock is frozen here.
                 await asyncio.sleep(run.payload.get("dwell", 0))
                 if run.payload.get("guarded", True):
                     await held.guard(session)
@@ -363,7 +363,7 @@ async def strike(run: Run) -> None:
     while done < run.payload["times"]:
         with contextlib.suppress(LockLost):
             async with lock("trial", ttl="3s") as held:
-                # As what runs in a thread: the cancellation does not reach it.
+                # As code in a thread, which the cancellation does not reach.
                 await asyncio.shield(leave(held))
                 done += 1
         if done % 10 == 0:
@@ -372,14 +372,14 @@ async def strike(run: Run) -> None:
 
 @action("wear", retries=30, retry_delay="50ms")
 async def wear(run: Run) -> None:
-    """Leave an effect, by `run.commit` or in a guarded session; in its first attempt, with trouble if that is asked."""
+    """Write an effect, by `run.commit` or in a guarded session; on request, the first attempt has trouble."""
     trouble = run.payload["trouble"] if run.attempt == 1 else None
 
     async def leave() -> None:
         async with run.commit() if run.payload["commit"] else transaction() as session:
             await session.execute(EFFECT, effect(run, "left"))
             if trouble == "idle":
-                # Longer than the instance lets a transaction idle.
+                # Longer than a transaction of the instance may be idle.
                 await asyncio.sleep(1.5)
             if not run.payload["commit"]:
                 await run.guard(session)
@@ -397,7 +397,7 @@ async def wear(run: Run) -> None:
 
 @action("take-permits", retries=0)
 async def take_permits(run: Run) -> list[float]:
-    """Have `workers` ask for permits until an instant, or until the file `gate` is there; return when they had them."""
+    """Let `workers` acquire permits until a time, or until the file `gate` exists; return the times of the permits."""
     wanted, instants = run.payload, list[float]()
 
     async def ask() -> None:
@@ -407,7 +407,7 @@ async def take_permits(run: Run) -> list[float]:
             if len(instants) == 10:
                 await run.emit("served")
 
-    # Without a gate, never done.
+    # Without a gate, this is never true.
     gate = asyncio.ensure_future(opened(wanted["gate"]) if "gate" in wanted else asyncio.Future[None]())
     await asyncio.gather(*(ask() for _ in range(wanted["workers"])))
     return [round(instant, 5) for instant in instants]
@@ -415,7 +415,7 @@ async def take_permits(run: Run) -> list[float]:
 
 @action("call", retries=0)
 async def call(run: Run) -> str:
-    """Call somebody, who answers, or does not, or lets the first one wait for ever."""
+    """Call a dependency that answers, or fails, or lets the first call hang."""
     async with breaker("trial", failures=1, rest=run.payload.get("rest", "100ms")):
         if run.payload["does"] == "fail":
             raise ConnectionError("nobody answers")

@@ -14,7 +14,7 @@ from app.fleet import Fenced, GiveUp, Run, TryAgain, action
 
 
 class Unreadable(Exception):
-    """Its text cannot be had."""
+    """Its `__str__` raises an exception."""
 
     def __str__(self) -> NoReturn:
         raise ZeroDivisionError("no text")
@@ -23,7 +23,7 @@ class Unreadable(Exception):
 
 
 class UnreadableToAll(Unreadable):
-    """Its text raises what is no `Exception`."""
+    """Its `__str__` raises a `BaseException` that is not an `Exception`."""
 
     def __str__(self) -> NoReturn:
         raise KeyboardInterrupt
@@ -41,7 +41,7 @@ class GivesUpUnreadably(GiveUp):
 
 
 class LaterUnreadably(TryAgain):
-    """Its time cannot be had."""
+    """Its `after` raises an exception."""
 
     def __init__(self) -> None:
         Exception.__init__(self, "later")
@@ -52,7 +52,7 @@ class LaterUnreadably(TryAgain):
 
 
 class Pretender(Exception):
-    """It has no class that can be asked for."""
+    """Its `__class__` raises an exception."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> NoReturn:  # type: ignore[override]
@@ -72,7 +72,7 @@ def items() -> Iterator[int]:
 
 
 def later(after: Any) -> TryAgain:
-    """Ask for another attempt after what the constructor would not take."""
+    """Ask for another attempt after a wait that the constructor would refuse."""
     error = TryAgain("later")
     error.after = after
     return error
@@ -178,7 +178,7 @@ async def misbehave_twice(run: Run) -> Any:
 
 @action("babble", timeout="30s", retries=0)
 async def babble(run: Run) -> None:
-    """Emit without end, as fast as it may; with `deaf`, whatever its cancellation says."""
+    """Emit events without end, as fast as possible; with `deaf`, ignore the cancellation."""
     while True:
         with contextlib.suppress(*[asyncio.CancelledError] if run.payload.get("deaf") else []):
             await run.emit("word", {"of": "x" * run.payload.get("letters", 100)})
@@ -192,7 +192,7 @@ async def brief(run: Run) -> str:
 
 @action("leave", retries=0)
 async def leave(run: Run) -> str:
-    """Start tasks of its own; one of them wants to end the process, and one is cancelled before it begins."""
+    """Start tasks; one of them tries to end the process, and one is cancelled before it begins."""
 
     async def end() -> None:
         await asyncio.sleep(0)
@@ -215,7 +215,7 @@ async def fall(run: Run) -> None:
 
 @action("meddle", retries=0)
 async def meddle(_: Run) -> str:
-    """Write through the handle of another attempt, which the test has put there."""
+    """Write through the handle of another attempt, which the test provides."""
     await strangers[0].checkpoint({"mine": False})
     return "meddled"
 

@@ -1,4 +1,4 @@
-"""Routes that only tests need, put where a service's own routes go; run as a module, it is the command line.
+"""Routes for tests, among the routes of the service. Run as a module, it is the command line.
 
 They stand for what users write: slow handlers, streams, handlers that block the loop, bodies that must fit.
 """
@@ -26,7 +26,7 @@ from app.fleet.http.edge.context import InContext
 
 router = APIRouter(prefix="/trial")
 log = logging.getLogger("trial")
-# So that a test need not wait for as long as a client may.
+# Short, so that tests need not wait for the default.
 middleware.STALL_TIMEOUT = float(os.environ.get("TRIAL_STALLED", middleware.STALL_TIMEOUT))
 if files := os.environ.get("TRIAL_FILES"):
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), int(files)))
@@ -80,7 +80,7 @@ async def download(seconds: float) -> StreamingResponse:
 
 @router.get("/large")
 async def large(megabytes: int, how: str) -> Response:
-    """Answer with much, at once or in pieces."""
+    """Answer with a large body, at once or in pieces."""
     if how == "whole":
         return Response(b"x" * (megabytes << 20))
 
@@ -132,18 +132,18 @@ async def database(context: InContext) -> int:
 
 @router.post("/holds-a-session")
 async def hold_a_session(request: Request, session: InSession) -> None:
-    """Say which backend serves this request's transaction, and use it again when that backend has ended."""
+    """Return the backend of this request's transaction, and use the transaction again after that backend has ended."""
     pid = (await session.execute(text("SELECT pg_backend_pid()"))).scalar_one()
     request.app.state.held.put_nowait(pid)
-    # Until the test ends the backend, or leaves.
+    # Until the test ends the backend, or disconnects.
     await session.execute(text("SELECT pg_sleep(60)"))
 
 
 @router.post("/holds-a-session-and-takes/{what}")
 async def hold_a_session_and_take(what: str, session: InSession) -> None:
-    """Use the fleet's means inside of the request's own transaction."""
+    """Use the mechanisms of the fleet inside the transaction of the request."""
     await session.execute(text("SELECT 1"))
-    # As long as a call to another service, so that all requests hold their sessions at the same time.
+    # As long as a call to another service takes, so that all requests hold their sessions at the same time.
     await asyncio.sleep(0.1)
     if what == "lock":
         async with lock(f"trial-{secrets.token_hex(4)}"):
@@ -161,7 +161,7 @@ async def hold_a_session_and_take(what: str, session: InSession) -> None:
 
 @router.get("/tidy")
 async def tidy(context: InContext) -> None:
-    """Take long, and when cancelled need half a second and the database to put things in order."""
+    """Take long; when cancelled, need half a second and the database for the cleanup."""
     try:
         await asyncio.sleep(3600)
     finally:
