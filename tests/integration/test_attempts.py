@@ -84,13 +84,13 @@ async def test_one_that_blocks_the_loop_until_after_its_deadline_fails_and_says_
 
 
 async def test_a_running_run_is_cancelled_on_request(here: LocalInstance) -> None:
-    from app.fleet.runs import records
+    from app.fleet.runs.cancel import cancel_run
 
     run_id = await here.trigger("nap", {"seconds": 60})
     await here.until(run_id, "running")
     database = here.running.context.database
     async with database.connection() as connection:
-        await records.cancel(connection, database.namespace, run_id)
+        await cancel_run(connection, database.namespace, run_id)
     run = await here.ended(run_id)
     assert (run.state, run.error) == ("cancelled", "cancelled on request")
 

@@ -18,11 +18,11 @@ from app.fleet.engine.dispatch.ordered import ScanCursor
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import EngineError
-from app.fleet.runs import records
 from app.fleet.runs.claim import CLAIM
 from app.fleet.runs.claim_ordered import CLAIM_ORDERED
 from app.fleet.runs.end import FINISH
 from app.fleet.runs.ordering import ORDERED, queue_priority, stored_priority
+from app.fleet.runs.retry import retry_run
 from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, EngineHarness, declare, engine_harness
 from tests.support.runs import soon
 
@@ -576,7 +576,7 @@ async def test_a_run_that_is_tried_again_goes_to_the_front_and_never_beside_one_
         await end(here, failed, 1, "failed")
         assert ids(await one.claim()) == [running]
         async with here.database.connection() as connection:
-            assert (await records.retry(connection, NAMESPACE, failed)).ordering_key == "a"
+            assert (await retry_run(connection, NAMESPACE, failed)).ordering_key == "a"
         (other,) = await line(here, "b", 1)
         assert ids(await one.claim()) == [other], "and who is in no line with it does not notice"
         await end(here, running, 1, None)

@@ -12,7 +12,7 @@ from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import reconciler
 from app.fleet.engine.maintenance.rescuer import sweep
 from app.fleet.errors import AlreadyActive, RunNotReady
-from app.fleet.runs import records
+from app.fleet.runs.cancel import cancel_run
 from tests.support.engine_harness import NAMESPACE
 from tests.support.ordered import NUMBERED, READ_EFFECTS, runs_by_key
 from tests.support.runs import LocalInstance, local_instance, soon
@@ -181,7 +181,7 @@ async def test_a_run_that_ended_cannot_be_cancelled_out_of_its_line(here: LocalI
     run = await here.run("step", ordering_key="a")
     async with here.running.context.database.connection() as connection:
         with pytest.raises(RunNotReady):
-            await records.cancel(connection, NAMESPACE, run.id)
+            await cancel_run(connection, NAMESPACE, run.id)
 
 
 # -- over REST --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from app.fleet import AlreadyActive
 from app.fleet.db.pool import Connection
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.enqueue.trigger import Triggers
-from app.fleet.runs import overlap, records
+from app.fleet.runs import overlap
+from app.fleet.runs.retry import Retried, retry_run, retry_runs
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
@@ -64,12 +65,12 @@ async def autocommit(here: EngineHarness) -> AsyncIterator[Connection]:
 
 async def retry(here: EngineHarness, run_id: int) -> None:
     async with autocommit(here) as connection:
-        await records.retry(connection, NAMESPACE, run_id)
+        await retry_run(connection, NAMESPACE, run_id)
 
 
-async def retry_all(here: EngineHarness, **options: Any) -> records.Retried:
+async def retry_all(here: EngineHarness, **options: Any) -> Retried:
     async with autocommit(here) as connection:
-        return await records.retry_many(connection, NAMESPACE, here.catalogue.id_of("alone"), **options)
+        return await retry_runs(connection, NAMESPACE, here.catalogue.id_of("alone"), **options)
 
 
 # -- a caller's transaction -------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ async def test_a_retry_of_many_retries_one_and_says_how_many_it_left_out(here: E
     assert await retry_all(here) == (1, 4)
     assert await active(here) == old[:1]
     assert await retry_all(here) == (0, 4)
-    assert await retry_all(here, most=2) == (0, 2)
+    assert await retry_all(here, limit=2) == (0, 2)
     assert await active(here) == old[:1]
 
 

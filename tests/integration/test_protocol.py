@@ -27,9 +27,10 @@ from app.fleet.db.statements import fetch
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import RunNotReady
-from app.fleet.runs import records
+from app.fleet.runs.cancel import cancel_run
 from app.fleet.runs.end import END_CANCELLED, FINISH
 from app.fleet.runs.requeue import GIVE_BACK
+from app.fleet.runs.retry import retry_run
 from app.fleet.runs.writes import CHECKPOINT
 from tests.support.engine_harness import NAMESPACE, Claiming, EngineHarness, declare, engine_harness
 
@@ -190,9 +191,9 @@ def machine(
             run_id = data.draw(st.sampled_from(sorted(self.model)))
             run = self.model[run_id]
             if run.state in ENDED:
-                assert do(refused(records.cancel, run_id))
+                assert do(refused(cancel_run, run_id))
                 return
-            do(call(records.cancel, run_id))
+            do(call(cancel_run, run_id))
             if run.state == "pending":
                 run.state = "cancelled"
                 run.ends.append("cancelled")
@@ -205,9 +206,9 @@ def machine(
             run_id = data.draw(st.sampled_from(sorted(self.model)))
             run = self.model[run_id]
             if run.state in {"running", "succeeded"}:
-                assert do(refused(records.retry, run_id))
+                assert do(refused(retry_run, run_id))
                 return
-            do(call(records.retry, run_id))
+            do(call(retry_run, run_id))
             if run.state in ENDED:
                 run.state, run.attempt, run.deaths, run.cancel_requested = "pending", 0, 0, False
 

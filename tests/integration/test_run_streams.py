@@ -16,7 +16,7 @@ from app.fleet.engine.actions.run import MAX_EVENT
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.http.events import Age, run_chunks
-from app.fleet.runs import records
+from app.fleet.runs.cancel import cancel_run
 from app.fleet.runs.events import PAGE_BYTES, Event, EventPage, StoredEvent, append, read_pages
 from app.fleet.stream.channel import MAX_WEIGHT
 from app.fleet.stream.relay import SPACING
@@ -409,7 +409,7 @@ async def test_a_key_has_no_more_streams_than_its_share(address: str) -> None:
 async def cancel(here: LocalInstance, run_id: int) -> None:
     database = here.running.context.database
     async with database.connection() as connection:
-        await records.cancel(connection, database.namespace, run_id)
+        await cancel_run(connection, database.namespace, run_id)
 
 
 async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: LocalInstance) -> None:

@@ -28,8 +28,11 @@ from app.fleet.db.pool import Connection
 from app.fleet.duration import MAX_AGE, format_duration, parse_duration
 from app.fleet.engine.actions import admin
 from app.fleet.runs import pages, records
+from app.fleet.runs import retry as run_retry
+from app.fleet.runs.cancel import cancel_run
 from app.fleet.runs.pages import ListedRun
-from app.fleet.runs.records import AGAIN, RunRecord, State
+from app.fleet.runs.records import RunRecord, State
+from app.fleet.runs.retry import RETRYABLE, Retried
 from app.fleet.settings import FleetSettings
 
 LIMIT = 20
@@ -110,7 +113,7 @@ def show(
 @app.command()
 def cancel(run: RunId, as_json: AsJson = False) -> None:
     """Cancel a run: at once if it is pending; if it is running, its instance is asked to stop it."""
-    record = asyncio.run(change_run(load_settings(), "runs cancel", records.cancel, run))
+    record = asyncio.run(change_run(load_settings(), "runs cancel", cancel_run, run))
     if as_json:
         write_json(record)
     elif record.state == "running":
@@ -122,7 +125,7 @@ def cancel(run: RunId, as_json: AsJson = False) -> None:
 @app.command()
 def retry(run: RunId, as_json: AsJson = False) -> None:
     """Retry a run that failed or was cancelled. A pending run that waits for its time is started now."""
-    record = asyncio.run(change_run(load_settings(), "runs retry", records.retry, run))
+    record = asyncio.run(change_run(load_settings(), "runs retry", run_retry.retry_run, run))
     if as_json:
         write_json(record)
     else:
@@ -142,7 +145,7 @@ def retry_all(
     as_json: AsJson = False,
 ) -> None:
     """Retry all failed runs of an action, or only those that ended within a period."""
-    states = [*AGAIN] if cancelled else ["failed"]
+    states = [*RETRYABLE] if cancelled else ["failed"]
     count, left_out = asyncio.run(
         retry_runs(load_settings(), action, states, parse_age("--since", since), parse_age("--until", until))
     )
@@ -184,10 +187,10 @@ async def change_run(settings: FleetSettings, command: str, request: Request, ru
 
 async def retry_runs(
     settings: FleetSettings, action: str, states: list[str], since: timedelta | None, until: timedelta | None
-) -> records.Retried:
+) -> Retried:
     async with connect_to_change(settings) as (connection, namespace):
         action_id = await admin.id_of(connection, namespace, action)
-        count = await records.retry_many(connection, namespace, action_id, states=states, since=since, until=until)
+        count = await run_retry.retry_runs(connection, namespace, action_id, states=states, since=since, until=until)
         await command_audit.notify_leader(connection, namespace, "runs retry-all", f"{action} {count.many} runs")
         return count
 

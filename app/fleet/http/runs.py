@@ -41,10 +41,11 @@ from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.edge.problems import HttpError
 from app.fleet.http.fields import Ago
 from app.fleet.http.idempotency import IdempotencyKey
-from app.fleet.runs import pages
+from app.fleet.runs import cancel, pages, retry
 from app.fleet.runs import records as runs
 from app.fleet.runs.pages import ListedRun
-from app.fleet.runs.records import Again, RunRecord, State
+from app.fleet.runs.records import RunRecord, State
+from app.fleet.runs.retry import Retryable
 from app.fleet.stream.relay import CHANGED
 
 router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
@@ -74,7 +75,7 @@ class RetryFilter(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     action: str
-    state: Annotated[list[Again], Field(min_length=1)] = ["failed"]
+    state: Annotated[list[Retryable], Field(min_length=1)] = ["failed"]
     # The runs ended at most `since` ago and at least `until` ago.
     since: Ago = None
     until: Ago = None
@@ -130,14 +131,14 @@ async def retry_many(request: Request, context: InContext) -> Response:
     namespace = context.database.namespace
     async with context.database.autocommit() as connection:
         action_id = await admin.id_of(connection, namespace, selection.action)
-        done = await runs.retry_many(
+        done = await retry.retry_runs(
             connection,
             namespace,
             action_id,
             states=selection.state,
             since=selection.since,
             until=selection.until,
-            most=selection.limit,
+            limit=selection.limit,
         )
     set_subject(request, f"{selection.action} {done.many} runs")
     more = done.many == selection.limit and not done.left_out
@@ -180,7 +181,7 @@ async def cancel_run(run_id: RunId, context: InContext) -> Response:
     """Cancel a run: a pending one at once, a running one as soon as its instance has received the request."""
     number = number_of(run_id)
     async with context.database.autocommit() as connection:
-        cancelled = await runs.cancel(connection, context.database.namespace, number)
+        cancelled = await cancel.cancel_run(connection, context.database.namespace, number)
     context.stream.relay.notify(CHANGED, [number])
     return answer(RUN, cancelled)
 
@@ -190,7 +191,7 @@ async def retry_run(run_id: RunId, context: InContext) -> Response:
     """Retry a run that failed or was cancelled; a pending run that waits for a later time becomes due now."""
     number = number_of(run_id)
     async with context.database.autocommit() as connection:
-        return answer(RUN, await runs.retry(connection, context.database.namespace, number))
+        return answer(RUN, await retry.retry_run(connection, context.database.namespace, number))
 
 
 async def trigger(context: Context, orders: Sequence[Order], key: str | None) -> list[Triggered]:

@@ -39,8 +39,8 @@ RETURNING *
 )
 SELECT 
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
-r.ordering_key, r.attempt, r.max_attempts, r.instance, r. result, r.error, r.progress,
-r.created_at, r.started_at, r. finished_at
+r.ordering_key, r.attempt, r.max_attempts, r.instance, r.result, r.error, r.progress,
+r.created_at, r.started_at, r.finished_at
 
 FROM ended AS r
 JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
