@@ -440,7 +440,7 @@ async def test_a_slot_during_a_pause_makes_no_run_then_or_later_and_the_next_one
     ((slot,),) = await here.sql(
         "UPDATE actions SET next_run_at = now() - interval '3 hours' WHERE name = 'seldom' RETURNING next_run_at"
     )
-    here.engine.scheduler.look_now()
+    here.engine.scheduler.schedule_now()
     await here.run("noop")
     resumed = (await post(here, "/actions/seldom/resume", status=200)).json()
     assert datetime.fromisoformat(resumed["next_run_at"]) == slot + timedelta(hours=10)

@@ -177,6 +177,6 @@ async def test_only_what_was_sent_long_ago_is_forgotten(office: LocalInstance) -
 
 async def test_forgetting_is_scheduled(office: LocalInstance) -> None:
     await office.sql("UPDATE actions SET next_run_at = now() WHERE name = 'forget-mailings'")
-    office.engine.scheduler.look_now()
+    office.engine.scheduler.schedule_now()
     (page,) = await soon(lambda: office.sql("SELECT trigger, result FROM finished_runs"))
     assert page == ("schedule", {"forgotten": 0})

@@ -17,6 +17,7 @@ from app.fleet.engine.execute.attempt import Attempt, Ending
 from app.fleet.engine.maintenance import pruner, reconciler, rescuer
 from app.fleet.runs import events as stream
 from app.fleet.runs import requeue
+from app.fleet.runs.prune import PRUNE_EVENTS
 from tests.support.engine_harness import NAMESPACE, declare, engine_harness
 from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.service import service
@@ -51,7 +52,7 @@ async def test_a_run_for_later_begins_on_time_and_the_next_one_too(
     ids = [(await here.sql(INSERT, delay))[0][0] for delay in (1.0, 1.3, 1.6)]
     # One look finds the first of them. From then on there is none, and who has ended a run knows when the next is due.
     looks = here.engine.reconciler.reads
-    monkeypatch.setattr(reconciler, "EVERY", 3600)
+    monkeypatch.setattr(reconciler, "INTERVAL", 3600)
     here.engine.reconciler.read_now()
     await soon(lambda: looked(here, looks + 1))
     for run_id in ids:
@@ -375,7 +376,7 @@ async def test_a_batch_that_takes_too_long_is_halved(here: LocalInstance, monkey
         await here.ended(run_id)
     await here.sql("UPDATE finished_runs SET expires_at = now() - interval '1 h' RETURNING 1")
     await here.sql(slow)
-    monkeypatch.setattr(pruner, "LIMIT", 0.4)
+    monkeypatch.setattr(pruner, "TIME_LIMIT", 0.4)
     monkeypatch.setattr(pruner, "BATCH", 50)
     here.engine.pruner._batch = 50
     assert await here.engine.pruner.prune() == 60
@@ -397,7 +398,7 @@ EXPIRE = "UPDATE finished_runs SET expires_at = now() - interval '1 h' + id * in
 async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none_behind_it(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pruner, "LIMIT", 0.3)
+    monkeypatch.setattr(pruner, "TIME_LIMIT", 0.3)
     for run_id in await here.trigger_all([Order("noop")] * 40):
         await here.ended(run_id)
     first = min(await here.sql(EXPIRE))[0]
@@ -415,7 +416,7 @@ async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none
         assert await here.sql("SELECT last_value FROM tried") == [(tried,)]
         # And later it is.
         await here.sql("DROP TRIGGER slow ON finished_runs")
-        monkeypatch.setattr(here.engine.pruner, "_anew_at", 0.0)
+        monkeypatch.setattr(here.engine.pruner, "_restart_at", 0.0)
         assert await here.engine.pruner.prune() == 1
         assert here.engine.pruner.skipped == 0
 
@@ -443,7 +444,7 @@ async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
         CREATE TRIGGER few AFTER DELETE ON run_events REFERENCING OLD TABLE AS gone
         FOR EACH STATEMENT EXECUTE FUNCTION few();
     """
-    monkeypatch.setattr(pruner, "EVENTS", 10, raising=False)
+    monkeypatch.setattr(pruner, "MAX_EVENTS", 10, raising=False)
     await with_many_events(here)
     await here.sql(most)
     assert await here.engine.pruner.prune() == 1
@@ -454,13 +455,13 @@ async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
 async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retried(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pruner, "EVENTS", 10)
+    monkeypatch.setattr(pruner, "MAX_EVENTS", 10)
     run_id = await with_many_events(here)
     genuine = here.engine.pruner._in_time
     pieces: list[object] = []
 
     async def die(statement: Statement, values: dict[str, Any]) -> int | None:
-        if statement == pruner.PRUNE_EVENTS:
+        if statement == PRUNE_EVENTS:
             pieces.append(values)
             if len(pieces) == 3:
                 raise psycopg.OperationalError("the connection broke")
@@ -480,7 +481,7 @@ async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retrie
 async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pruner, "EVERY", 0.02)
+    monkeypatch.setattr(pruner, "INTERVAL", 0.02)
     begun: list[str] = []
 
     async def hang(_: object) -> None:
@@ -537,7 +538,7 @@ async def test_a_defect_of_ours_ends_no_service(here: LocalInstance, monkeypatch
             return await genuine(*given)
 
         monkeypatch.setattr(each, method, fail_once)
-        scheduler.look_now()
+        scheduler.schedule_now()
         reconciler.read_now()
         run_id = await here.trigger("echo")
         assert (await here.ended(run_id)).state == "succeeded"
@@ -554,7 +555,7 @@ async def test_instances_with_the_same_actions_learn_which_part_of_many_places_i
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # At once: nobody waits for its next look.
-    monkeypatch.setattr(reconciler, "EVERY", 3600)
+    monkeypatch.setattr(reconciler, "INTERVAL", 3600)
     async with (
         local_instance(address) as one,
         local_instance(address) as two,
@@ -566,7 +567,7 @@ async def test_instances_with_the_same_actions_learn_which_part_of_many_places_i
 
 
 async def test_nobodys_part_of_many_places_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconciler, "EVERY", 3600)
+    monkeypatch.setattr(reconciler, "INTERVAL", 3600)
     async with local_instance(address) as here:
         ready = here.engine.backlog
         await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.reads >= 2))

@@ -274,7 +274,7 @@ async def test_after_that_it_is_fresh_again_whether_it_was_forgotten_or_not(here
 
 
 async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruner, "EVERY", 0.05)
+    monkeypatch.setattr(pruner, "INTERVAL", 0.05)
     monkeypatch.setattr(pruner, "BATCH", 400)
     async with local_instance(address) as own:
         async with once_many("forgotten", [f"k-{number}" for number in range(1000)]):

@@ -31,7 +31,7 @@ async def all_ended(here: LocalInstance) -> bool:
 @pytest.fixture
 async def here(address: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalInstance]:
     """A service in which nobody looks for what was not told."""
-    monkeypatch.setattr(reconciler, "EVERY", 3600.0)
+    monkeypatch.setattr(reconciler, "INTERVAL", 3600.0)
     async with local_instance(address) as own:
         # One of its own accord, at the start.
         await soon(lambda: looked(own))
@@ -136,7 +136,7 @@ async def test_a_deadline_that_another_instance_ends_lets_the_line_go_on(here: L
 
 
 async def test_what_nobody_told_of_is_found(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconciler, "EVERY", 0.1)
+    monkeypatch.setattr(reconciler, "INTERVAL", 0.1)
     async with local_instance(address) as here:
         await here.sql(NUMBERED)
         head = await here.trigger("step", ordering_key="a", run_at=datetime.now(UTC) + timedelta(hours=1))

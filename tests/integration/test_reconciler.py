@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconciler, "EVERY", 0.05)
+    monkeypatch.setattr(reconciler, "INTERVAL", 0.05)
 
 
 @pytest.fixture

@@ -44,7 +44,10 @@ WRITE_EXCEPTIONS = {
     ("engine.maintenance", "finished_runs"): PRUNES,
     ("engine.maintenance", "run_events"): PRUNES,
     ("engine.maintenance", "run_keys"): PRUNES,
-    ("http.idempotency", "run_keys"): "the Idempotency-Key of a batch is a row without an action, which belongs to no run",
+    (
+        "http.idempotency",
+        "run_keys",
+    ): "the Idempotency-Key of a batch is a row without an action, which belongs to no run",
 }
 # (room, table): why its statements name a table of a room above it.
 NAME_EXCEPTIONS = {

@@ -96,7 +96,7 @@ class Engine:
         member.on_elected(self._elected)
         member.on_notification("runs", self._runs_wait)
         member.on_notification("cancel", lambda run: self.executor.cancel(int(run)))
-        member.on_notification("slots", lambda _: self.scheduler.look_now())
+        member.on_notification("slots", lambda _: self.scheduler.schedule_now())
         member.on_notification("members", lambda _: self.reconciler.read_now())
         member.count_running(lambda: len(self.executor.attempts))
 
@@ -149,7 +149,7 @@ class Engine:
         self.dispatcher.on_settled(attempts)
 
     def _elected(self) -> None:
-        self.scheduler.look_now()
+        self.scheduler.schedule_now()
         self.reconciler.read_now()
 
     def _runs_wait(self, rest: str) -> None:

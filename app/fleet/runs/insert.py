@@ -13,12 +13,14 @@ then.
 With a mark, the statement also inserts a row into `run_keys` that has the ids of the runs. If the connection breaks
 before the commit is confirmed, that row shows whether the transaction was committed (`engine/enqueue/confirm.py`).
 
-The scheduler inserts the runs of slots by a statement of its own (`engine/dispatch/scheduler.py`).
+INSERT_SLOTS inserts the runs of due slots, for the scheduler (`engine/dispatch/scheduler.py`). The key of a slot is
+unique, so a slot has one run at most.
 """
 
 from app.fleet.db.namespace import Statement
 from app.fleet.runs.feed import feed_insert_sql
 from app.fleet.runs.notifications import notify_sql
+from app.fleet.runs.overlap import active_run
 
 
 def insert_sql(columns: str = "", arrays: str = "") -> str:
@@ -53,3 +55,33 @@ INSERT_NUMBERED = Statement(insert_sql("id, key, ", "%(ids)s::int8[], %(keys)s::
 INSERT_ORDERED_NUMBERED = Statement(
     insert_sql("id, key, ordering_key, ", "%(ids)s::int8[], %(keys)s::text[], %(ordering_keys)s::text[], ")
 )
+
+# Without the slots of actions with overlap="skip" (`alone`) that have an active run.
+INSERT_SLOTS = Statement(f"""
+WITH slots AS MATERIALIZED (
+    SELECT *, 'slot:' || to_char(slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US') AS key
+    FROM unnest(%(actions)s::int[], %(slots)s::timestamptz[], %(jitters)s::float8[], %(alone)s::bool[])
+         AS s (action_id, slot, jitter, alone)
+    WHERE NOT (alone AND {active_run("s.action_id")} IS NOT NULL)
+), new AS (
+    INSERT INTO {{schema}}.run_keys (action_id, key, run_id)
+    SELECT action_id, key, nextval('{{schema}}.runs_id_seq')
+    FROM slots
+    ORDER BY action_id, slot
+    ON CONFLICT DO NOTHING
+    RETURNING action_id, key, run_id
+), added AS (
+    INSERT INTO {{schema}}.runs (id, action_id, priority, run_at, max_attempts, trigger, scheduled_for)
+    SELECT n.run_id, s.action_id, a.priority, s.slot + make_interval(secs => s.jitter * random()), a.max_attempts,
+           'schedule', s.slot
+    FROM new AS n
+    JOIN slots AS s ON s.action_id = n.action_id AND s.key = n.key
+    JOIN {{schema}}.actions AS a ON a.id = s.action_id
+    RETURNING id, action_id, priority, run_at, events, attempt, instance
+), noted AS (
+    {feed_insert_sql("added", "'pending'")}
+), told AS (
+    {notify_sql("added")}
+)
+SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
+""")

@@ -1,31 +1,32 @@
-"""The scheduler: a slot that is due becomes a run, once, whoever looks and however many look.
+"""The scheduler: a due slot of an action becomes one run, however many instances look at it.
 
-Claiming due actions is one transaction:
+A transaction turns due slots into runs:
 
-    1  pg_try_advisory_xact_lock for each      not taken: somebody else is at it, leave it alone; never wait
-    2  read `next_run_at <= now()` again       under the lock, by a statement of its own: only now does it see what
-                                               the one before us committed
-    3  insert the runs, unique on the slot     the second belt: a slot that has a run makes no other
-    4  move `next_run_at` on, if it is still
-       what was read                           the third
-    5  commit                                  which frees the lock
+    1  pg_try_advisory_xact_lock for each action    if another instance has the lock, leave the action to it; never wait
+    2  read `next_run_at <= now()` again            in a statement of its own, under the lock: it sees what the previous
+                                                    holder of the lock has committed
+    3  insert the runs, unique by slot              the second protection: a slot that has a run makes no other
+    4  advance `next_run_at`, if it is still        the third
+       what step 2 has read
+    5  commit                                       releases the locks
 
 No statement here waits for another transaction for longer than 10 ms (`LIMITED`). An action whose row or lock another
-transaction holds is left out, in 1 or 2, and tried again after `CONTENDED`, then less and less often; all other actions
-are scheduled meanwhile. So a caller's transaction that is kept open delays the one action whose run it makes.
+transaction holds is left out in step 1 or 2, and tried again after `LOCKED_RETRY`, then less and less often; all other
+actions are scheduled meanwhile. So a caller's transaction that stays open delays only the action whose run it creates.
 
-The lock is freed by the commit, and by then the table says what the lock said. Freed any earlier it would protect
-nothing: the next instance would get it a millisecond later and find the action as due as before.
+The locks are released by the commit, when the table has the new `next_run_at`. Released any earlier, they would protect
+nothing: the next instance would get them a millisecond later and find the actions as due as before.
 
-    the instance dies            before 5: nothing happened, the next one does it. After 5: the run is there
-    it is frozen in between      the server ends its transaction after `SHORT_IDLE`, and the lock with it
-    an error                     nothing happened; tried again
+    failure                        effect
+    the instance dies              before 5: nothing has happened, and another instance does it; after 5: the run exists
+    the instance freezes           PostgreSQL ends its transaction after 5 s (`SHORT_IDLE`), and releases the locks
+    an error                       nothing has happened; it is tried again
 
-"Now" is PostgreSQL's, at both places; an instance's own clock is only used to wait.
+"Now" is PostgreSQL's time in both statements. The instance's own clock only decides when to look.
 
-The leader is punctual: it waits for the next slot. The others follow `BACK_UP` behind it, from what the reconciler
-tells them, so that an idle cluster asks no more often for having more instances. An action is only scheduled by
-instances whose code has it.
+The leader waits for the next slot and is punctual. The others look `BACK_UP` later, at times that the reconciler tells
+them. So an idle cluster sends no more statements for having more instances. An instance schedules only the actions that
+its code has.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from typing import Any
 
 import psycopg
 
-from app.fleet.background import Service, cancel_and_wait, wait_for_event
+from app.fleet.background import LoopErrors, Service, cancel_and_wait, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Lock, Statement
 from app.fleet.db.pool import Connection, Database
@@ -44,26 +45,24 @@ from app.fleet.db.statements import SHORT_IDLE, array
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Schedule
 from app.fleet.engine.dispatch.server_clock import ServerClock
-from app.fleet.errors import DatabaseError
 from app.fleet.lifecycle import Lifecycle
-from app.fleet.runs.feed import feed_insert_sql
-from app.fleet.runs.notifications import notify_sql
-from app.fleet.runs.overlap import active_run
+from app.fleet.runs.end import LOCK_TIMEOUT_MS
+from app.fleet.runs.insert import INSERT_SLOTS
 from app.fleet.telemetry.logs import events
 
+# How much later than the leader the other instances schedule.
 BACK_UP = 1.0
-# More than a thousand, so that a thousand are known to be all.
+# More than a thousand: a transaction that finds a thousand due actions knows that these are all.
 BATCH = 1024
 RETRY = 0.1
-AFTER_DEFECT = 1.0
-# When to come back for actions that another transaction has locked: soon, and then half as often each time.
-CONTENDED = 0.02
-CONTENDED_MOST = 0.5
+# When to try again for actions that another transaction has locked: soon, and then half as often each time.
+LOCKED_RETRY = 0.02
+MAX_LOCKED_RETRY = 0.5
 
 log = events(__name__)
 
-# The first number of the lock is the namespace's, the second the action's (`db/namespace.py`). LIMIT before the lock:
-# a lock is taken for every row the condition looks at.
+# The lock's first number belongs to the namespace, the second to the action (`db/namespace.py`). The CTE limits the
+# rows before the locks are taken: PostgreSQL takes a lock for every row that it evaluates.
 LOCK_DUE = Statement("""
 WITH due AS MATERIALIZED (
     SELECT id
@@ -81,41 +80,10 @@ FROM {schema}.actions
 WHERE id = ANY (%(actions)s::int[]) AND next_run_at <= clock_timestamp() AND paused_at IS NULL
 """)
 
-# Nearly always no other transaction has locked one of these rows. To lock each of them first would take 2 ms for a
-# thousand, so the first attempt does not: it fails if it has to wait for longer than this, and is made again with
-# `READ_UNLOCKED`.
-LIMITED = Statement(f"{SHORT_IDLE}, set_config('lock_timeout', '10', true)")
+# Usually no other transaction has locked one of these rows. Locking a thousand rows first would take 2 ms. So the first
+# try does not; if it would have to wait for longer than this, it fails, and the second try reads `READ_UNLOCKED`.
+LIMITED = Statement(f"{SHORT_IDLE}, set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true)")
 READ_UNLOCKED = Statement(f"{READ} ORDER BY id FOR NO KEY UPDATE SKIP LOCKED")
-
-# Slots whose action is still busy with an earlier one are left out, if it wants it so.
-INSERT_RUNS = Statement(f"""
-WITH slots AS MATERIALIZED (
-    SELECT *, 'slot:' || to_char(slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US') AS key
-    FROM unnest(%(actions)s::int[], %(slots)s::timestamptz[], %(jitters)s::float8[], %(alone)s::bool[])
-         AS s (action_id, slot, jitter, alone)
-    WHERE NOT (alone AND {active_run("s.action_id")} IS NOT NULL)
-), new AS (
-    INSERT INTO {{schema}}.run_keys (action_id, key, run_id)
-    SELECT action_id, key, nextval('{{schema}}.runs_id_seq')
-    FROM slots
-    ORDER BY action_id, slot
-    ON CONFLICT DO NOTHING
-    RETURNING action_id, key, run_id
-), added AS (
-    INSERT INTO {{schema}}.runs (id, action_id, priority, run_at, max_attempts, trigger, scheduled_for)
-    SELECT n.run_id, s.action_id, a.priority, s.slot + make_interval(secs => s.jitter * random()), a.max_attempts,
-           'schedule', s.slot
-    FROM new AS n
-    JOIN slots AS s ON s.action_id = n.action_id AND s.key = n.key
-    JOIN {{schema}}.actions AS a ON a.id = s.action_id
-    RETURNING id, action_id, priority, run_at, events, attempt, instance
-), noted AS (
-    {feed_insert_sql("added", "'pending'")}
-), told AS (
-    {notify_sql("added")}
-)
-SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
-""")
 
 ADVANCE = Statement("""
 UPDATE {schema}.actions AS a
@@ -143,7 +111,7 @@ class Scheduler(Service):
         clock: ServerClock,
         on_rush: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`on_rush` is told when more is due than one transaction takes, and when it has been done."""
+        """`on_rush` is called with True when more is due than one transaction takes, and with False afterwards."""
         super().__init__()
         self.scheduled = 0
         self._database = database
@@ -153,23 +121,26 @@ class Scheduler(Service):
         self._lifecycle = lifecycle
         self._clock = clock
         self._on_rush = on_rush
-        self._lane = database.dedicated()
+        self._connection = database.dedicated()
         self._due: float | None = None
-        # How long to leave what another transaction has locked.
-        self._patience = CONTENDED
+        # When to try again for actions that another transaction has locked.
+        self._locked_retry = LOCKED_RETRY
         self._first = True
         self._wake = asyncio.Event()
+        self._errors = LoopErrors(
+            log, service="scheduler", defect="engine.defect", failed="scheduler.failed", retry_interval=RETRY
+        )
         self._task: asyncio.Task[None] | None = None
 
     def expect(self, slot: datetime) -> None:
-        """A slot is due then, if not earlier ones."""
+        """A slot is due at this time."""
         due = self._clock.loop_time(slot)
         if self._due is None or due < self._due:
             self._due = due
         self._wake.set()
 
-    def look_now(self) -> None:
-        """Leadership came to us, or a schedule has changed."""
+    def schedule_now(self) -> None:
+        """The instance has become the leader, or a schedule has changed."""
         self._due = 0.0
         self._wake.set()
 
@@ -178,7 +149,7 @@ class Scheduler(Service):
 
     async def _stop(self) -> None:
         await cancel_and_wait(self._task)
-        await self._lane.close()
+        await self._connection.close()
 
     async def _schedule_for_ever(self) -> None:
         loop = asyncio.get_running_loop()
@@ -191,24 +162,20 @@ class Scheduler(Service):
                 await wait_for_event(self._wake, left)
             else:
                 self._due = None
-                try:
-                    await self._schedule()
-                except (psycopg.Error, DatabaseError) as error:
-                    log.debug("scheduler.failed", reason=" ".join(str(error).split()))
-                    self._due = loop.time()
-                    await asyncio.sleep(RETRY)
-                except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
-                    log.error("engine.defect", error=error, service="scheduler")
-                    self._due = loop.time()
-                    await asyncio.sleep(AFTER_DEFECT)
+                async with self._errors.logged():
+                    try:
+                        await self._schedule()
+                    except Exception:
+                        self._due = loop.time()
+                        raise
 
     def _may_schedule(self) -> bool:
         return not self._lifecycle.draining.is_set() and self._member.holds() and len(self._catalogue) > 0
 
     async def _schedule(self) -> None:
-        """Claim everything that is due, batch by batch, and learn what is due next."""
+        """Turn all due slots into runs, batch by batch, and read when the next slot is due."""
         loop = asyncio.get_running_loop()
-        async with self._lane.connection() as connection:
+        async with self._connection.connection() as connection:
             rush = False
             left: set[int] = set()
             try:
@@ -230,11 +197,11 @@ class Scheduler(Service):
         if slot is not None:
             self.expect(slot)
         if left:
-            again = loop.time() + self._patience
+            again = loop.time() + self._locked_retry
             self._due = again if self._due is None else min(self._due, again)
-            self._patience = min(2 * self._patience, CONTENDED_MOST)
+            self._locked_retry = min(2 * self._locked_retry, MAX_LOCKED_RETRY)
         else:
-            self._patience = CONTENDED
+            self._locked_retry = LOCKED_RETRY
 
     async def _claim_due_without_waiting(self, connection: Connection) -> tuple[int, set[int]]:
         try:
@@ -245,14 +212,14 @@ class Scheduler(Service):
     async def _claim_due(
         self, connection: Connection, limits: Statement, read_again: Statement
     ) -> tuple[int, set[int]]:
-        """One transaction of the protocol above. Returns how many were due, and which of them are left."""
+        """Execute the transaction of the protocol; return how many actions were due, and which of them are left."""
         async with connection.transaction():
             await connection.execute(limits)
             asked = {"actions": array(self._catalogue.ids), "batch": BATCH, "kind": Lock.ACTION.key(0)}
             due = await (await connection.execute(self._sql(LOCK_DUE), asked)).fetchall()
             held = [identifier for identifier, taken in due if taken]
             rows: Sequence[tuple[Any, ...]] = []
-            # The first time with nothing too, so that the plans are there when a thousand are due.
+            # The first time even without due actions: PostgreSQL plans the statements before a thousand are due.
             if held or self._first:
                 self._first = False
                 async with connection.cursor(binary=True) as cursor:
@@ -264,15 +231,15 @@ class Scheduler(Service):
     async def _insert(self, connection: Connection, due: Sequence[tuple[Any, ...]]) -> None:
         actions, slots, jitters, alone = [], [], [], []
         moved, were, nexts = [], [], []
-        # Of a thousand that are due in one moment, many have the same schedule.
+        # Of a thousand actions that are due at one moment, many have the same schedule.
         known: dict[tuple[str, str, datetime], tuple[Sequence[datetime], datetime]] = {}
         for identifier, schedule, misfire, overlap, next_run_at, now in due:
-            # By the database's words, whatever our code says: releases may be mixed.
-            alike = (schedule, misfire, next_run_at)
-            if alike not in known:
-                known[alike] = read(schedule).due(next_run_at, now, misfire)
-            own, following = known[alike]
-            # With overlap="skip", several missed slots are one: the second would find the first active.
+            # The options in the table count, and not those of this code: releases may be mixed.
+            options = (schedule, misfire, next_run_at)
+            if options not in known:
+                known[options] = read(schedule).due(next_run_at, now, misfire)
+            own, following = known[options]
+            # With overlap="skip", several missed slots make one run: the second would find the first active.
             for slot in own[-1:] if overlap == "skip" else own:
                 actions.append(identifier)
                 slots.append(slot)
@@ -282,7 +249,7 @@ class Scheduler(Service):
             were.append(next_run_at)
             nexts.append(following)
         runs = {"actions": array(actions), "slots": array(slots), "jitters": array(jitters), "alone": array(alone)}
-        answer = await (await connection.execute(self._sql(INSERT_RUNS), runs)).fetchone()
+        answer = await (await connection.execute(self._sql(INSERT_SLOTS), runs)).fetchone()
         advanced = {"actions": array(moved), "were": array(were), "nexts": array(nexts)}
         await connection.execute(self._sql(ADVANCE), advanced)
         assert answer is not None

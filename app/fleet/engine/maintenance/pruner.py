@@ -1,26 +1,22 @@
-"""Retention: runs are pruned when their retention is over, with their events and their keys; the feed and the keys of
-`once` are pruned too.
+"""The pruner: deletes runs whose retention is over, and old rows of the feed and of `once`.
 
-How long a run is kept is its action's `retention`, fixed when the run ends. The leader prunes. Each of the three prunes
-is a task of its own: one that fails or is slow does not hold up the others. Each works in batches, every batch a
-transaction of its own; between two batches it rests for as long as the last one took, so that it never has more than
-half of a connection's time.
+A run is kept for the `retention` of its action, which is fixed when the run ends. The leader prunes. Runs, feed and
+keys are pruned by a task each, so none of them delays the others. Each works in batches, every batch a transaction of
+its own. Between two batches it pauses for as long as the last one took, so it uses at most half of a connection's time.
 
-Runs. A statement without locks reads which runs may go, beginning where the last batch ended: an index keeps the
-entries of deleted rows until vacuum removes them, which a single open snapshot delays. Then a transaction deletes at
-most `BATCH` of them that have at most `EVENTS` events together, within `LIMIT`.
+Runs: a statement without locks reads which runs are expired, from where the last batch ended. (An index keeps the
+entries of deleted rows until vacuum, and a single open snapshot delays vacuum.) Then a transaction deletes at most
+`BATCH` of them that have at most `MAX_EVENTS` events together, within `TIME_LIMIT`. `runs/prune.py` has the statements.
 
-    what happens                                   effect
-    a batch takes longer than `LIMIT`              the server ends it; the next is half as large
-    a single run takes longer                      it is skipped, logged once, and tried again after `AGAIN`
-    another session has a run's row locked         it is skipped, and tried again after `AGAIN`
-    a run has more than `EVENTS` events            its `expires_at` is set to the epoch, from when on it can neither be
-                                                   retried nor followed; then its events are deleted, `EVENTS` in a
-                                                   transaction, and at last the run
-    the leader dies in between                     the next leader goes on: what was committed is gone
+    case                                           effect
+    a batch takes longer than `TIME_LIMIT`         PostgreSQL cancels it; the next batch is half as large
+    a single run takes longer                      it is skipped, logged once, and tried again after `RESTART_INTERVAL`
+    another session has locked a run's row         it is skipped, and tried again after `RESTART_INTERVAL`
+    a run has more than `MAX_EVENTS` events        it is marked; its events are deleted in parts, and then the run
+    the leader dies                                the next leader goes on: what was committed is deleted
 
-Two leaders would skip each other's rows. Nothing else depends on it: a slot whose key was pruned cannot come again,
-because `next_run_at` has moved past it.
+Two leaders at a time would skip each other's rows. Nothing else depends on the leader: a slot whose key was deleted
+cannot make another run, because `next_run_at` has advanced past it.
 """
 
 import asyncio
@@ -31,81 +27,40 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from app.fleet.background import Service, cancel_and_wait
+from app.fleet.background import LoopErrors, Service, cancel_and_wait
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool import Database
 from app.fleet.engine.once.housekeeping import prune_keys
-from app.fleet.errors import DatabaseError
 from app.fleet.runs.feed_pruner import FeedPruner
+from app.fleet.runs.prune import EXPIRED, MARK, PRUNE, PRUNE_EVENTS
 from app.fleet.telemetry.logs import events
 
-EVERY = 10.0
-# The feed and the keys are pruned less often: their statements would be a good part of what an idle leader asks.
+INTERVAL = 10.0
+# The feed and the keys are pruned in every sixth interval: an idle leader sends few statements.
 SELDOM = 6
 BATCH = 1000
 # How many events one statement deletes.
-EVENTS = 10_000
-LIMIT = 2.0
-# How long after a pass from the lowest `expires_at` on the next one begins there: it meets what was skipped.
-AGAIN = 600.0
-# The shortest rest between two batches of the feed: another session may have the lock.
-REST = 0.01
+MAX_EVENTS = 10_000
+# Seconds for one transaction.
+TIME_LIMIT = 2.0
+# How long after a pass that began at the lowest `expires_at` another one begins there: it finds what was skipped.
+RESTART_INTERVAL = 600.0
+# The shortest pause between two batches of the feed: another session may have the feed's lock.
+MIN_PAUSE = 0.01
 
 log = events(__name__)
 
-LIMITED = Statement("SELECT set_config('statement_timeout', %(limit)s, true)")
+SET_TIME_LIMIT = Statement("SELECT set_config('statement_timeout', %(limit)s, true)")
 
-OLD = Statement("""
-SELECT id, events, expires_at
-FROM {schema}.finished_runs
-WHERE expires_at >= %(floor)s AND expires_at < statement_timestamp()
-ORDER BY expires_at
-LIMIT %(batch)s
-""")
-
-# A run that was retried meanwhile is not there any more, or has another `expires_at`.
-PRUNE = Statement("""
-WITH old AS MATERIALIZED (
-    SELECT id
-    FROM {schema}.finished_runs
-    WHERE id = ANY (%(ids)s::int8[]) AND expires_at < statement_timestamp()
-    FOR UPDATE SKIP LOCKED
-), gone AS (
-    DELETE FROM {schema}.finished_runs WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING id
-), events AS (
-    DELETE FROM {schema}.run_events WHERE run_id = ANY (ARRAY(SELECT id FROM old))
-), keys AS (
-    DELETE FROM {schema}.run_keys WHERE run_id = ANY (ARRAY(SELECT id FROM old))
-)
-SELECT id FROM gone
-""")
-
-MARK = Statement("""
-UPDATE {schema}.finished_runs
-SET expires_at = 'epoch'
-WHERE id = (
-    SELECT id
-    FROM {schema}.finished_runs
-    WHERE id = %(id)s AND expires_at < statement_timestamp()
-    FOR UPDATE SKIP LOCKED
-)
-RETURNING id
-""")
-
-PRUNE_EVENTS = Statement("""
-DELETE FROM {schema}.run_events
-WHERE run_id = %(id)s AND seq > %(after)s AND seq <= %(upto)s
-""")
-
-# No run expires earlier, but for those that are marked.
+# Below every `expires_at`, except that of marked runs.
 EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
 LONG_AGO = datetime.fromisoformat("2000-01-01T00:00:00+00:00")
 
 
-class Old(NamedTuple):
+class ExpiredRun(NamedTuple):
     id: int
-    # How many events it has, those included that were never written.
+    # The number of its events, with those that were never written.
     events: int
     expires_at: datetime
 
@@ -119,17 +74,17 @@ class Pruner(Service):
         self._database = database
         self._member = member
         self._batch = BATCH
-        # Where the next pass begins, and when one begins at the lowest again.
+        # The `expires_at` at which the next pass begins, and when a pass begins at the lowest one again.
         self._floor = EPOCH
-        self._anew_at = 0.0
-        # Runs that were skipped and logged.
+        self._restart_at = 0.0
+        # The runs that were skipped and logged.
         self._skipped: set[int] = set()
         self._feed = FeedPruner()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def skipped(self) -> int:
-        """How many runs could not be deleted in time, and will be tried again."""
+        """The number of runs that could not be deleted in time, and will be tried again."""
         return len(self._skipped)
 
     async def _start(self) -> None:
@@ -147,35 +102,36 @@ class Pruner(Service):
             await cancel_and_wait(task)
 
     async def _prune_for_ever(self, what: str, prune: Callable[[], Awaitable[object]], rounds: Iterator[int]) -> None:
-        """Prune in these rounds, which are `EVERY` apart. What fails is logged once, until it works again."""
-        failing, waited = False, 0
+        """Prune in these rounds, which are `INTERVAL` apart. Of failures in a row, the first is logged as a warning."""
+        errors = LoopErrors(
+            log,
+            service="pruner",
+            defect="engine.defect",
+            failed="pruner.failed",
+            warn_when=lambda failures: failures == 1,
+            defect_pause=0.0,
+            what=what,
+        )
+        waited = 0
         for round_ in rounds:
-            await asyncio.sleep(EVERY * (round_ - waited))
+            await asyncio.sleep(INTERVAL * (round_ - waited))
             waited = round_
-            if not self._member.leading:
-                continue
-            try:
-                await prune()
-                failing = False
-            except (psycopg.Error, DatabaseError) as error:
-                if not failing:
-                    log.warning("pruner.failed", what=what, reason=" ".join(str(error).split()))
-                failing = True
-            except Exception as error:  # noqa: BLE001 — a defect of ours must not end it for good
-                log.error("engine.defect", error=error, service="pruner")
+            if self._member.leading:
+                async with errors.logged():
+                    await prune()
 
     async def prune_feed(self) -> None:
-        """Delete what the feed has kept for long enough."""
+        """Delete the rows of the feed whose retention is over."""
         loop = asyncio.get_running_loop()
         more = True
         while more:
             began = loop.time()
             async with self._database.autocommit() as connection:
                 more = await self._feed.step(connection, self._database.namespace)
-            await asyncio.sleep(max(REST, loop.time() - began))
+            await asyncio.sleep(max(MIN_PAUSE, loop.time() - began))
 
     async def prune_keys(self) -> None:
-        """Delete the keys whose time is over."""
+        """Delete the keys of `once` whose retention is over."""
         loop = asyncio.get_running_loop()
         count, floor = BATCH, LONG_AGO
         while count >= BATCH:
@@ -185,30 +141,30 @@ class Pruner(Service):
             await asyncio.sleep(loop.time() - began)
 
     async def prune(self) -> int:
-        """Delete the runs that may go now, beginning where the last pass ended; return how many."""
+        """Delete the expired runs, from where the last pass ended; return how many."""
         before, now = self.pruned, asyncio.get_running_loop().time()
-        if now >= self._anew_at:
-            self._floor, self._anew_at = EPOCH, now + AGAIN
+        if now >= self._restart_at:
+            self._floor, self._restart_at = EPOCH, now + RESTART_INTERVAL
         full = True
         while full:
             gone = self.pruned
             async with self._database.autocommit() as connection:
                 values = {"floor": self._floor, "batch": BATCH}
-                rows = await (await connection.execute(self._database.namespace.sql(OLD), values)).fetchall()
-            await self._prune_all([Old(*row) for row in rows])
+                rows = await (await connection.execute(self._database.namespace.sql(EXPIRED), values)).fetchall()
+            await self._prune_all([ExpiredRun(*row) for row in rows])
             if rows:
                 self._floor = rows[-1][2]
             full = len(rows) == BATCH and self.pruned > gone
         return self.pruned - before
 
-    async def _prune_all(self, old: Sequence[Old]) -> None:
-        """Prune these runs in batches, each of which takes less than `LIMIT`; skip a run that takes longer."""
+    async def _prune_all(self, old: Sequence[ExpiredRun]) -> None:
+        """Delete these runs in batches, each within `TIME_LIMIT`; skip a run that takes longer."""
         loop = asyncio.get_running_loop()
         done = 0
         while done < len(old):
             began = loop.time()
             batch = self._next(old[done:])
-            if batch[0].events > EVENTS:
+            if batch[0].events > MAX_EVENTS:
                 in_time = await self._prune_long(batch[0])
             else:
                 in_time = await self._prune_runs(batch)
@@ -223,18 +179,18 @@ class Pruner(Service):
                 done += len(batch)
             await asyncio.sleep(loop.time() - began)
 
-    def _next(self, old: Sequence[Old]) -> Sequence[Old]:
-        """Return the first of these, as many as one statement may delete; a run with very many events is alone."""
-        written = itertools.accumulate(each.events for each in old[: self._batch])
-        return old[: max(1, sum(1 for many in written if many <= EVENTS))]
+    def _next(self, old: Sequence[ExpiredRun]) -> Sequence[ExpiredRun]:
+        """Return the first of these runs, as many as one statement may delete; a run with very many events is alone."""
+        sums = itertools.accumulate(each.events for each in old[: self._batch])
+        return old[: max(1, sum(1 for events in sums if events <= MAX_EVENTS))]
 
-    def _skip(self, run: Old) -> None:
+    def _skip(self, run: ExpiredRun) -> None:
         if run.id not in self._skipped:
             self._skipped.add(run.id)
-            log.warning("pruner.skipped", run=run.id, events=run.events, seconds=LIMIT)
+            log.warning("pruner.skipped", run=run.id, events=run.events, seconds=TIME_LIMIT)
 
-    async def _prune_runs(self, old: Sequence[Old]) -> bool:
-        """Delete these runs in one transaction; return whether it took less than `LIMIT`."""
+    async def _prune_runs(self, old: Sequence[ExpiredRun]) -> bool:
+        """Delete these runs in one transaction; return whether it took less than `TIME_LIMIT`."""
         gone = await self._in_time(PRUNE, {"ids": [each.id for each in old]})
         if gone is None:
             return False
@@ -242,25 +198,25 @@ class Pruner(Service):
         self._skipped.difference_update(each.id for each in old)
         return True
 
-    async def _prune_long(self, run: Old) -> bool:
-        """Delete the events of this run a part at a time, and then the run."""
+    async def _prune_long(self, run: ExpiredRun) -> bool:
+        """Mark this run, delete its events in parts, and then the run."""
         loop = asyncio.get_running_loop()
         marked = await self._in_time(MARK, {"id": run.id})
         if not marked:
             return marked is not None
-        for after in range(0, run.events, EVENTS):
+        for after in range(0, run.events, MAX_EVENTS):
             began = loop.time()
-            values = {"id": run.id, "after": after, "upto": after + EVENTS}
+            values = {"id": run.id, "after": after, "upto": after + MAX_EVENTS}
             if await self._in_time(PRUNE_EVENTS, values) is None:
                 return False
             await asyncio.sleep(loop.time() - began)
         return await self._prune_runs([run])
 
     async def _in_time(self, statement: Statement, values: dict[str, Any]) -> int | None:
-        """Run a statement in a transaction of its own; return how many rows, or None if it took longer than `LIMIT`."""
+        """Execute a statement in a transaction of its own; return its row count, None if `TIME_LIMIT` was exceeded."""
         try:
             async with self._database.connection() as connection:
-                await connection.execute(LIMITED, {"limit": f"{LIMIT * 1000:.0f}"})
+                await connection.execute(SET_TIME_LIMIT, {"limit": f"{TIME_LIMIT * 1000:.0f}"})
                 cursor = await connection.execute(self._database.namespace.sql(statement), values)
         except psycopg.errors.QueryCanceled:
             return None
