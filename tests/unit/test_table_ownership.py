@@ -29,25 +29,13 @@ OWNER_OF = {table: owner for owner, tables in OWNERS.items() for table in tables
 # The sequence of a column belongs to its table.
 OWNER_OF["runs_id_seq"] = "runs"
 
-INSERTS = "the scheduler inserts the runs of due slots; the statement moves to `runs/`"
-PRUNES = "the pruner deletes expired runs with their events and keys; the statements move to `runs/`"
 # (subroom, table): why its statements write a table that it does not own.
 WRITE_EXCEPTIONS = {
     ("engine.actions", "actions"): "only the engine changes actions; `runs` reads their names, limits and retention",
     ("engine.dispatch", "actions"): "the scheduler advances the next slot, as above",
-    ("engine.dispatch", "feed"): INSERTS,
-    ("engine.dispatch", "run_keys"): INSERTS,
-    ("engine.dispatch", "runs"): INSERTS,
-    ("engine.dispatch", "runs_id_seq"): INSERTS,
     ("engine.enqueue", "run_keys"): "`TAKE_KEYS` takes the keys of new runs; the statement moves to `runs/`",
     ("engine.enqueue", "runs_id_seq"): "the ids of runs with keys are drawn before the runs are inserted",
-    ("engine.maintenance", "finished_runs"): PRUNES,
-    ("engine.maintenance", "run_events"): PRUNES,
-    ("engine.maintenance", "run_keys"): PRUNES,
-    (
-        "http.idempotency",
-        "run_keys",
-    ): "the Idempotency-Key of a batch is a row without an action, which belongs to no run",
+    ("http.idempotency", "run_keys"): "the Idempotency-Key of a batch is a row that belongs to no run",
 }
 # (room, table): why its statements name a table of a room above it.
 NAME_EXCEPTIONS = {
