@@ -126,7 +126,7 @@ async def test_places_without_limits_are_claimed_in_one_statement_whatever_their
             calls.append(args)
             return await genuine(*args, **options)
 
-        monkeypatch.setattr(one.claimant, "_take", counted)
+        monkeypatch.setattr(one.claimant, "_claim", counted)
         assert {run.run_id for run in await one.claim()} == set(made)
         assert len(calls) == 1
 

@@ -135,10 +135,10 @@ async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
 async def test_an_event_beyond_the_most_a_run_may_have_is_refused_with_a_text_for_its_author(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "EVENTS_MOST", 50)
+    monkeypatch.setattr(writer, "MAX_EVENTS", 50)
     run = await here.run("babble")
     assert run.state == "failed"
-    assert f"run {run.id} has 50 events, and may have no more" in (run.error or "")
+    assert f"run {run.id} has 50 events, which is the limit" in (run.error or "")
 
 
 async def test_a_payload_that_no_reader_could_read_is_refused_with_the_field_and_the_reason(

@@ -211,8 +211,8 @@ async def test_lines_take_turns(address: str) -> None:
 async def test_more_lines_than_one_claim_looks_at_are_all_come_to(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ordered, "LOOKS", 3)
-    monkeypatch.setattr(ordered, "REST", 0.0)
+    monkeypatch.setattr(ordered, "MAX_KEYS", 3)
+    monkeypatch.setattr(ordered, "PAUSE", 0.0)
     async with engine_harness(address, declare()) as here:
         for number in range(10):
             await line(here, f"line-{number}", 1)
@@ -232,7 +232,7 @@ async def test_more_lines_than_one_claim_looks_at_are_all_come_to(
 async def test_after_many_lines_a_look_rests_and_lines_that_are_asked_for_do_not_wait_for_it(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ordered, "REST", 3600.0)
+    monkeypatch.setattr(ordered, "PAUSE", 3600.0)
     async with engine_harness(address, declare()) as here:
         (first,) = await line(here, "a", 1)
         await line(here, "b", 2)
@@ -251,8 +251,8 @@ async def test_after_many_lines_a_look_rests_and_lines_that_are_asked_for_do_not
 
 
 async def test_a_look_that_has_not_come_round_rests_too(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordered, "LOOKS", 1)
-    monkeypatch.setattr(ordered, "REST", 3600.0)
+    monkeypatch.setattr(ordered, "MAX_KEYS", 1)
+    monkeypatch.setattr(ordered, "PAUSE", 3600.0)
     async with engine_harness(address, declare()) as here:
         later = datetime.now(UTC) + timedelta(days=1)
         for key in ("a", "b"):
@@ -333,8 +333,8 @@ async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address
 async def test_what_is_told_while_lines_are_looked_at_is_found_also_behind_what_that_look_has_come_past(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ordered, "LOOKS", 2)
-    monkeypatch.setattr(ordered, "REST", 0.0)
+    monkeypatch.setattr(ordered, "MAX_KEYS", 2)
+    monkeypatch.setattr(ordered, "PAUSE", 0.0)
     async with engine_harness(address, declare()) as here:
         later = datetime.now(UTC) + timedelta(hours=1)
         for key in ("b", "c", "d", "e"):

@@ -526,8 +526,8 @@ async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_ot
 
 
 async def test_a_defect_of_ours_ends_no_service(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, scheduler, reconciler = here.engine.executor, here.engine.scheduler, here.engine.reconciler
-    for each, method in ((executor, "_claim"), (scheduler, "_schedule"), (reconciler, "_look")):
+    dispatcher, scheduler, reconciler = here.engine.dispatcher, here.engine.scheduler, here.engine.reconciler
+    for each, method in ((dispatcher, "_claim"), (scheduler, "_schedule"), (reconciler, "_reconcile")):
         genuine = getattr(each, method)
         failed: list[bool] = []
 

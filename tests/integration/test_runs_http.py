@@ -13,7 +13,7 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool import Connection
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.attempt import Ending
-from app.fleet.runs import pages, records
+from app.fleet.runs import pages, records, retry
 from app.fleet.runs.records import RunRecord
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are
 from tests.integration.test_edge import is_problem
@@ -362,7 +362,7 @@ async def test_what_fails_again_meanwhile_is_not_tried_again_by_the_same_request
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = [(await here.run("give-up")).id for _ in range(3)]
-    monkeypatch.setattr(records, "AT_ONCE", 1)
+    monkeypatch.setattr(retry, "BATCH", 1)
     again = (await post(here, "/runs:retry", {"action": "give-up"}, 200)).json()
     assert again == {"retried": 3, "more": False}
     for run_id in failed:
