@@ -603,11 +603,32 @@ def test_every_page_that_is_named_anywhere_exists() -> None:
             assert list(ROOT.glob(f"{named}*")), f"{path} names {named}"
 
 
-def test_every_file_and_test_that_contributing_names_exists() -> None:
-    """A recipe that sends a contributor to a file or test that has moved is worse than none."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    files = re.findall(r"`((?:app|alembic|docs|tests)/[\w./-]*\w/?)`", text)
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_file_that_a_page_for_contributors_names_exists(page: str) -> None:
+    """A page that sends a contributor to a file that has moved is worse than none."""
+    files = re.findall(r"`((?:app|alembic|docs|tests)/[\w./-]*\w/?)`", (ROOT / page).read_text())
+    assert files
     assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_every_room_has_its_row_in_the_architecture() -> None:
+    rooms = {str(path.parent.relative_to(ROOT)) for path in FLEET.glob("*/__init__.py")}
+    rooms |= {str(path.parent.relative_to(ROOT)) for path in (FLEET / "engine").glob("*/__init__.py")}
+    named = set(by_name(DOCS / "architecture.md", "Room"))
+    # They are in every room's way, or above all of them.
+    assert rooms - named == {"app/fleet/engine", "app/fleet/telemetry"}
+    assert named <= rooms
+
+
+def test_every_transition_of_a_run_is_in_a_file_that_exists() -> None:
+    table = ast.get_docstring(ast.parse((FLEET / "runs" / "__init__.py").read_text())) or ""
+    files = set(re.findall(r"\b(\w+\.py)$", table, re.MULTILINE))
+    assert files
+    assert [name for name in files if not (FLEET / "runs" / name).exists()] == []
+
+
+def test_every_test_that_contributing_names_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     defined = {
         node.name
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
