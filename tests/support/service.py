@@ -24,9 +24,9 @@ class Running:
 
 @asynccontextmanager
 async def service(address: str, **settings: object) -> AsyncIterator[Running]:
-    """Run it, its lifespan included."""
-    quick = {"drain_delay": 0.0, "drain_timeout": 2.0, "pause_timeout": 1.0}
-    app = create_app(Settings.load(database_url=address, **{**quick, **settings}))
+    """Run it, its lifespan included. A busy machine may make a caller wait for a connection: that is no failure."""
+    usual = {"drain_delay": 0.0, "drain_timeout": 2.0, "pause_timeout": 1.0, "pool_timeout": 60.0}
+    app = create_app(Settings.load(database_url=address, **{**usual, **settings}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
