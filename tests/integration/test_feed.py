@@ -13,7 +13,7 @@ from app.fleet.http import events as http_events
 from app.fleet.stream import feed
 from app.fleet.stream.feed import Batch, Change
 from tests.integration.test_edge import is_problem
-from tests.support.runs import Desk, desk
+from tests.support.runs import Desk, desk, soon
 from tests.support.streams import Message, messages
 from tests.support.table import NAMESPACE, Table, declare, table
 
@@ -427,7 +427,11 @@ async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) ->
         missed, *rest = await read(here, last="2")
         assert (missed.event, missed.id, missed.data) == ("missed", "5", {"after": 2, "until": 5})
         assert [each.id for each in rest] == ["6", "7", "8", "9"]
-        # And what was forgotten before anybody read it.
+        # And what was forgotten before anybody read it: the hub has ended what it read for the stream before.
+        hub = here.running.context.stream.hub
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", hub._feed is None))
+        async with hub._reading:
+            pass
         await here.run("noop")
         await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
         await here.engine.retention.prune_feed()
