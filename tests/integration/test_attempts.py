@@ -215,7 +215,7 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
     here.engine.dispatcher.wake()
     ended = [await here.ended(run_id) for run_id in ids]
     assert [run.state for run in ended] == ["failed" if n == 7 else "succeeded" for n in range(20)]
-    assert "refused by PostgreSQL" in (ended[7].error or "")
+    assert "PostgreSQL refused what it wrote" in (ended[7].error or "")
     await soon(lambda: all_slots_free(here))
 
 

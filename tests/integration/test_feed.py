@@ -18,7 +18,7 @@ from app.fleet.runs.feed_numbers import Numberer, Numbering
 from app.fleet.runs.feed_pruner import FeedPruner
 from tests.integration.test_edge import is_problem
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
-from tests.support.runs import LocalInstance, local_instance
+from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.streams import Message, messages
 
 pytestmark = pytest.mark.anyio
@@ -435,7 +435,11 @@ async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) ->
         missed, *rest = await read(here, last="2")
         assert (missed.event, missed.id, missed.data) == ("missed", "5", {"after": 2, "until": 5})
         assert [each.id for each in rest] == ["6", "7", "8", "9"]
-        # And what was forgotten before anybody read it.
+        # And what was forgotten before anybody read it: the hub has ended what it read for the stream before.
+        hub = here.running.context.stream.hub
+        await soon(lambda: here.sql("SELECT 1 WHERE %s", hub._feed is None))
+        async with hub._reader._newer:
+            pass
         await here.run("noop")
         await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
         await here.engine.pruner.prune_feed()

@@ -305,7 +305,7 @@ async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
             await here.ended(identifier)
         return await genuine(connection, namespace, identifier)
 
-    monkeypatch.setattr(records, "find", fail_first)
+    monkeypatch.setattr(retry, "find", fail_first)
     retried = (await post(here, f"/runs/{run_id}/retry", status=200)).json()
     assert (retried["id"], retried["state"], retried["attempt"]) == (run_id, "pending", 0)
 

@@ -33,6 +33,7 @@ KINDS = [
     "relay",
     "hub",
     "executor",
+    "dispatcher",
     "reconciler",
     "pruner",
     "scheduler",

@@ -329,11 +329,20 @@ async def note_under_lock(run: Run) -> int:
             while not held.lost.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
                     await held.lost.wait()
-        async with transaction() as session:
-            await session.execute(EFFECT, {**effect(run, "locked"), "token": held.token})
-            if run.payload.get("guarded", True):
-                await held.guard(session)
+        # In a task of its own: whatever cancels the attempt at this moment, the late write is tried.
+        writing = asyncio.create_task(write_under_lock(run, held))
+        while not writing.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(writing)
+        writing.result()
         return held.token
+
+
+async def write_under_lock(run: Run, held: HeldLock) -> None:
+    async with transaction() as session:
+        await session.execute(EFFECT, {**effect(run, "locked"), "token": held.token})
+        if run.payload.get("guarded", True):
+            await held.guard(session)
 
 
 @action("hold-lock")
