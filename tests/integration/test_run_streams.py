@@ -9,9 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from alembic import command
 from app.fleet.api_keys import make_key
-from app.fleet.db import migrations
 from app.fleet.engine.actions.run import MAX_EVENT
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import rescuer
@@ -419,28 +417,6 @@ async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: 
     assert [event.kind for event in await told(here, run.id)] == ["state", "state", "still-here", "state"]
 
 
-@pytest.mark.empty_database
-async def test_events_of_runs_from_before_states_were_events_keep_their_order(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DATABASE_URL", address)
-    await asyncio.to_thread(command.upgrade, migrations.configuration(), "fleet@fleet_0002")
-    with psycopg.connect(address, autocommit=True) as session:
-        session.execute(BEFORE)
-    await asyncio.to_thread(command.upgrade, migrations.configuration(), "heads")
-    async with engine_harness(address, declare()) as here:
-        assert told_of(await told(here, 1)) == [(1, "pending")]
-        assert told_of(await told(here, 2)) == [(1, "pending"), (2, "running"), (3, "said"), (4, "said")]
-        assert told_of(await told(here, 3)) == [(1, "pending"), (2, "running"), (3, "said"), (4, "succeeded")]
-        assert told_of(await told(here, 4)) == [(1, "pending"), (2, "cancelled")]
-        # It failed once, and waits again: it goes on counting.
-        assert told_of(await told(here, 5)) == [(1, "pending"), (2, "running"), (3, "said")]
-        ((_, token, _),) = [run for run in await (await here.instance("one")).claim(2) if run.run_id == 5]
-        async with here.database.autocommit() as connection:
-            assert await append(connection, NAMESPACE, [Event(5, token, "said", None)]) == set()
-        assert told_of(await told(here, 5))[3:] == [(4, "running"), (5, "said")]
-
-
 async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
     here: LocalInstance, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,27 +446,6 @@ async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
     assert await asyncio.wait_for(page(0), 60) == []
     assert pids[0] in {pid for (pid,) in await here.sql("SELECT pid FROM pg_stat_activity")}
     assert [record for record in caplog.records if record.name.startswith("psycopg")] == []
-
-
-# A run that waits, one that runs, one that succeeded, one that was cancelled before it began, one that waits again.
-BEFORE = """
-SET search_path TO flotilla;
-INSERT INTO actions (name, misfire, overlap, priority, max_attempts, retention)
-VALUES ('tick', 'once', 'allow', 0, 4, '1 day');
-INSERT INTO runs (action_id, state, priority, run_at, attempt, max_attempts, trigger, events, started_at, token,
-                  instance)
-VALUES (1, 'pending', 0, now() + interval '1 h', 0, 4, 'api', 0, NULL, 0, NULL),
-       (1, 'running', 0, now(), 1, 4, 'api', 2, now(), 1, 'old');
-SELECT setval('runs_id_seq', 4);
-INSERT INTO runs (action_id, state, priority, run_at, attempt, max_attempts, trigger, events, started_at, token,
-                  instance)
-VALUES (1, 'pending', 0, now(), 1, 4, 'api', 1, now(), 1, 'old');
-INSERT INTO finished_runs (id, action_id, state, priority, run_at, token, attempt, max_attempts, trigger, events,
-                           created_at, started_at, finished_at, expires_at)
-VALUES (3, 1, 'succeeded', 0, now(), 1, 1, 4, 'api', 1, now(), now(), now(), now() + interval '1 day'),
-       (4, 1, 'cancelled', 0, now(), 0, 0, 4, 'api', 0, now(), NULL, now(), now() + interval '1 day');
-INSERT INTO run_events (run_id, seq, kind) VALUES (2, 1, 'said'), (2, 2, 'said'), (3, 1, 'said'), (5, 1, 'said');
-"""
 
 
 def told_of(events: list[StoredEvent]) -> list[tuple[int, str]]:
