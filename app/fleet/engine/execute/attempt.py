@@ -37,14 +37,21 @@ class Ending(enum.StrEnum):
 
 
 class Attempt:
-    # fmt: off
-    __slots__ = (
-        "_writer", "action", "action_id", "blocked_seconds", "checkpoint_text", "committed", "committing",
-        "counted_attempts", "deadline", "ending", "events", "limited", "max_attempts", "number", "ordering_key",
-        "payload_text", "priority", "recorded", "run_id", "scheduled_for", "task", "token", "trigger",
-        "unwritten_events", "unwritten_size",
-    )
-    # fmt: on
+    # Defaults of the class: an attempt that has nothing of these, as nearly all, costs no time for them.
+    #
+    # `run.commit` has begun its transaction; it has committed.
+    committing = False
+    committed = False
+    # How many events are not written yet, and their size in characters.
+    unwritten_events = 0
+    unwritten_size = 0
+    # The run writer has the end of this attempt, or needs none. Whatever the attempt writes after that is refused.
+    recorded = False
+    ending: Ending | None = None
+    deadline = 0.0
+    # How long the attempt has blocked the event loop (`loop_monitor.py`).
+    blocked_seconds = 0.0
+    task: asyncio.Task[None] | None = None
 
     def __init__(
         self,
@@ -54,25 +61,15 @@ class Attempt:
     ) -> None:
         """`row` has the columns of a claim (`runs/claim.py`)."""
         self.action = action
+        self.limited = action.limited
         self._writer = writer
+        # `events` counts the events of the run in the database, its changes of state among them.
         (
             self.run_id, self.action_id, self.token, self.number, deaths, self.max_attempts, self.priority,
             self.trigger, self.scheduled_for, self.payload_text, self.checkpoint_text, self.events, self.ordering_key,
         ) = row  # fmt: skip
         # The attempts that count against the retries of the run: those that ended with their instance do not.
         self.counted_attempts = self.number - deaths
-        self.limited = action.limited
-        # `run.commit` has begun its transaction; it has committed.
-        self.committing = self.committed = False
-        # `events` counts the events of the run in the database, its changes of state among them.
-        self.unwritten_events = self.unwritten_size = 0
-        # The run writer has the end of this attempt, or needs none. Whatever the attempt writes after that is refused.
-        self.recorded = False
-        self.ending: Ending | None = None
-        self.deadline = 0.0
-        # How long the attempt has blocked the event loop (`loop_monitor.py`).
-        self.blocked_seconds = 0.0
-        self.task: asyncio.Task[None] | None = None
 
     @property
     def stopping(self) -> asyncio.Event:

@@ -342,7 +342,11 @@ class RunWriter:
         self._settled([each.attempt for each in outcome.written])
 
     async def _finish(self, connection: Connection, batch: Sequence[Ended]) -> None:
-        plain = all(each.state is None and each.result is None for each in batch)
+        plain = True
+        for each in batch:
+            if each.state is not None or each.result is not None:
+                plain = False
+                break
         outcome = await batches.finish(connection, self._namespace, batch, plain=plain)
         self._settle_others(outcome)
         self._unwritten.ended[:0] = outcome.locked
