@@ -26,7 +26,7 @@ import uvloop
 
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.engine.dispatch.backlog import DueQueue
 from app.fleet.engine.dispatch.claim import Claimant
 from app.fleet.runs.insert import INSERT

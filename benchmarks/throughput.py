@@ -26,8 +26,8 @@ from pathlib import Path
 
 from app.fleet.db.embedded import USER
 from app.fleet.db.namespace import Namespace
+from app.fleet.runs.effects.ordering import stored_priority
 from app.fleet.runs.insert import INSERT, INSERT_ORDERED
-from app.fleet.runs.ordering import stored_priority
 from benchmarks import peers
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import rates, verdict

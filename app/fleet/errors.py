@@ -5,7 +5,7 @@
     │   └── ActionInvalid               an action is declared wrongly, or two actions have the same name
     ├── DatabaseError                   the database cannot be used as it is
     │   ├── DatabaseUnreachable         no connection can be opened
-    │   │   └── DatabaseAway            an outage at run time (`app.fleet.db.pool`)
+    │   │   └── DatabaseAway            an outage at run time (`app.fleet.db.pool.pool`)
     │   ├── OutcomeUnknown              the connection broke before a change was confirmed
     │   ├── DatabaseTooOld              older than PostgreSQL 14
     │   ├── DatabaseReadOnly            a standby, or a demoted primary

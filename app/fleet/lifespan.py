@@ -43,7 +43,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError

@@ -23,8 +23,8 @@ from app.fleet.cli import main
 from app.fleet.cli.actions import abbreviated, rough_duration
 from app.fleet.cli.follow import History
 from app.fleet.cli.terminal import clean, duration
-from app.fleet.runs.events import StoredEvent
-from app.fleet.runs.records import RunRecord
+from app.fleet.runs.effects.events import StoredEvent
+from app.fleet.runs.read.records import RunRecord
 from tests.support.fleet import ROOT, Fleet, InstanceProcess, environment, run
 from tests.support.postgres import Postgres, eventually, free_port
 

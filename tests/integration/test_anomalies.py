@@ -165,7 +165,7 @@ async def test_keys_that_a_living_owner_does_not_come_to_an_end_with_are_an_anom
 async def test_a_connection_that_is_out_for_too_long_is_an_anomaly_until_it_is_back(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.fleet.db.pool.BORROWED_TOO_LONG", 0.001)
+    monkeypatch.setattr("app.fleet.db.pool.pool.BORROWED_TOO_LONG", 0.001)
     name = here.running.context.member.identity
     assert name is not None
 

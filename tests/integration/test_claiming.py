@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from app.fleet.cluster.registry import Registry
-from app.fleet.db.statements import array
+from app.fleet.db.pool.statements import array
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.backlog import MANY, QueueKey

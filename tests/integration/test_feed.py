@@ -7,15 +7,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.enqueue.insert import insert
 from app.fleet.engine.enqueue.orders import Order, prepare
 from app.fleet.http import events as http_events
-from app.fleet.runs import feed_numbers, feed_pruner
-from app.fleet.runs.feed import Batch, Change, read_batches
-from app.fleet.runs.feed_numbers import Numberer, Numbering
-from app.fleet.runs.feed_pruner import FeedPruner
+from app.fleet.runs.effects import feed_numbers, feed_pruner
+from app.fleet.runs.effects.feed import Batch, Change, read_batches
+from app.fleet.runs.effects.feed_numbers import Numberer, Numbering
+from app.fleet.runs.effects.feed_pruner import FeedPruner
 from tests.integration.test_edge import is_problem
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 from tests.support.runs import LocalInstance, local_instance, soon

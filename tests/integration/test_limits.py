@@ -15,7 +15,7 @@ from app.fleet import FleetError, LimitReached, limit
 from app.fleet.cluster.link import clock
 from app.fleet.coordination.limits import Limits
 from app.fleet.coordination.permits import MAX_ANSWER_TIME, TOLERANCE, Limit
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.errors import LimitInvalid
 from app.fleet.validation import check_duration
 from tests.support.engine_harness import EngineHarness, engine_harness

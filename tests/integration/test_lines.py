@@ -11,7 +11,7 @@ from psycopg.rows import TupleRow
 
 from app.fleet.cluster.registry import Registry
 from app.fleet.db.namespace import Statement
-from app.fleet.db.statements import array
+from app.fleet.db.pool.statements import array
 from app.fleet.engine.dispatch import ordered
 from app.fleet.engine.dispatch.backlog import QueueKey
 from app.fleet.engine.dispatch.ordered import ScanCursor
@@ -20,8 +20,8 @@ from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import EngineError
 from app.fleet.runs.claim import CLAIM
 from app.fleet.runs.claim_ordered import CLAIM_ORDERED
+from app.fleet.runs.effects.ordering import ORDERED, queue_priority, stored_priority
 from app.fleet.runs.end import FINISH
-from app.fleet.runs.ordering import ORDERED, queue_priority, stored_priority
 from app.fleet.runs.retry import retry_run
 from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, EngineHarness, declare, engine_harness
 from tests.support.runs import soon

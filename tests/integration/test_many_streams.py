@@ -11,8 +11,8 @@ import pytest
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import RunUnknown
 from app.fleet.http import events as http_events
-from app.fleet.runs import feed
-from app.fleet.runs.feed_numbers import TRY_LOCK, Numberer, Numbering
+from app.fleet.runs.effects import feed
+from app.fleet.runs.effects.feed_numbers import TRY_LOCK, Numberer, Numbering
 from app.fleet.stream import pacer
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.shared_read import SharedRead

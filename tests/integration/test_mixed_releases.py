@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 import psycopg
 import pytest
 
-from app.fleet.db.statements import array
+from app.fleet.db.pool.statements import array
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.runs.claim import CLAIM
-from app.fleet.runs.ordering import ORDERED
+from app.fleet.runs.effects.ordering import ORDERED
 from tests.support.engine_harness import NAMESPACE, Claiming, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio

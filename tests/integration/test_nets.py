@@ -15,8 +15,8 @@ from app.fleet.engine.dispatch.backlog import MANY
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.attempt import Attempt, Ending
 from app.fleet.engine.maintenance import pruner, reconciler, rescuer
-from app.fleet.runs import events as stream
 from app.fleet.runs import requeue
+from app.fleet.runs.effects import events as stream
 from app.fleet.runs.prune import PRUNE_EVENTS
 from tests.support.engine_harness import NAMESPACE, declare, engine_harness
 from tests.support.runs import LocalInstance, local_instance, soon

@@ -15,8 +15,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from app.fleet import Fenced, FleetError, Run, action, once, once_many, trigger
-from app.fleet.db import statements
-from app.fleet.db.pool import DatabaseAway
+from app.fleet.db.pool import statements
+from app.fleet.db.pool.pool import DatabaseAway
 from app.fleet.engine.maintenance import pruner
 from app.fleet.engine.once import block as blocks
 from app.fleet.errors import EngineError

@@ -15,8 +15,8 @@ import pytest
 
 from app.fleet.cluster.registry import Registry
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.maintenance.pruner import LONG_AGO

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from app.fleet.db.namespace import Statement
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.maintenance.pruner import LONG_AGO
 from app.fleet.engine.once.block import Block, Owner

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import AlreadyActive
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.runs import overlap

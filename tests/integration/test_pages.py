@@ -10,8 +10,8 @@ import pytest
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.http.runs import MAX_PAGE_BYTES
-from app.fleet.runs.pages import EXTRACT, MAX_WHOLE, NEWEST, page_sql
-from app.fleet.runs.records import State
+from app.fleet.runs.read.pages import EXTRACT, MAX_WHOLE, NEWEST, page_sql
+from app.fleet.runs.read.records import State
 from app.fleet.runs.retry import ENDED
 from tests.integration.test_actions_http import RUN, get, post
 from tests.support.runs import LocalInstance, local_instance

@@ -15,7 +15,7 @@ from app.fleet.db import dsn
 from app.fleet.db.direct import open_session
 from app.fleet.db.migrations import alembic_session
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Database, DatabaseAway
+from app.fleet.db.pool.pool import Database, DatabaseAway
 from app.settings import Settings
 from tests.support.pgbouncer import pgbouncer
 from tests.support.postgres import Postgres

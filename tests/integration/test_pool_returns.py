@@ -19,8 +19,8 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from app.fleet.db import dsn
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Database, DatabaseAway, PooledConnection
-from app.fleet.db.session_slots import session_limit
+from app.fleet.db.pool.pool import Database, DatabaseAway, PooledConnection
+from app.fleet.db.pool.session_slots import session_limit
 from app.settings import Settings
 from tests.support.postgres import Postgres
 from tests.support.service import service

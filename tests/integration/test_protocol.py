@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from app.fleet.db.namespace import Statement
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import RunNotReady

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from app.fleet.db.statements import array
+from app.fleet.db.pool.statements import array
 from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import reconciler

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.runs.events import Event, append
+from app.fleet.runs.effects.events import Event, append
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio

@@ -15,7 +15,7 @@ from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.http.events import Age, run_chunks
 from app.fleet.runs.cancel import cancel_run
-from app.fleet.runs.events import PAGE_BYTES, Event, EventPage, StoredEvent, append, read_pages
+from app.fleet.runs.effects.events import PAGE_BYTES, Event, EventPage, StoredEvent, append, read_pages
 from app.fleet.stream.channel import MAX_WEIGHT
 from app.fleet.stream.relay import SPACING
 from tests.integration.test_edge import is_problem

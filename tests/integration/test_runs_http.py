@@ -10,11 +10,12 @@ import psycopg
 import pytest
 
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.attempt import Ending
-from app.fleet.runs import pages, records, retry
-from app.fleet.runs.records import RunRecord
+from app.fleet.runs import retry
+from app.fleet.runs.read import pages, records
+from app.fleet.runs.read.records import RunRecord
 from tests.integration.test_actions_http import RUN, get, post, runs_there_are
 from tests.integration.test_edge import is_problem
 from tests.support.runs import LocalInstance, local_instance, soon

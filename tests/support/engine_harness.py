@@ -12,7 +12,7 @@ from app.fleet import Run, action
 from app.fleet.cluster.registry import Identity
 from app.fleet.db import dsn, migrations
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise

@@ -13,8 +13,8 @@ from app.fleet import Run
 from app.fleet.engine.engine import Engine
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.attempt import Attempt
-from app.fleet.runs import records
-from app.fleet.runs.records import RunRecord
+from app.fleet.runs.read import records
+from app.fleet.runs.read.records import RunRecord
 from tests.support.postgres import BOUND
 from tests.support.service import Running, service
 

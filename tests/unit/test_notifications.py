@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from app.fleet.engine.actions.action import PRIORITIES
-from app.fleet.runs.notifications import QUEUES_PER_NOTIFICATION, parse_notification
+from app.fleet.runs.effects.notifications import QUEUES_PER_NOTIFICATION, parse_notification
 
 
 def test_each_place_is_heard_with_its_instant_to_the_microsecond() -> None:

@@ -19,7 +19,7 @@ from app.fleet.cli.terminal import (
 )
 from app.fleet.cluster import command_audit
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.engine.actions.catalogue import Catalogue

@@ -17,14 +17,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from app.fleet.cli.terminal import command_name, connect, duration, one_line, out, warn, write, write_json, write_line
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.engine.actions import admin
 from app.fleet.errors import DatabaseUnreachable, FeedOff, RunUnknown
-from app.fleet.runs import feed
-from app.fleet.runs.events import STATE, StoredEvent, read_pages
-from app.fleet.runs.feed import Change
-from app.fleet.runs.feed_numbers import Numberer
-from app.fleet.runs.records import RunRecord, find, find_all
+from app.fleet.runs.effects import feed
+from app.fleet.runs.effects.events import STATE, StoredEvent, read_pages
+from app.fleet.runs.effects.feed import Change
+from app.fleet.runs.effects.feed_numbers import Numberer
+from app.fleet.runs.read.records import RunRecord, find, find_all
 from app.fleet.settings import FleetSettings
 
 POLL_INTERVAL = 0.2

@@ -24,14 +24,14 @@ from app.fleet.cli.terminal import (
 )
 from app.fleet.cluster import command_audit
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.duration import MAX_AGE, format_duration, parse_duration
 from app.fleet.engine.actions import admin
-from app.fleet.runs import pages, records
 from app.fleet.runs import retry as run_retry
 from app.fleet.runs.cancel import cancel_run
-from app.fleet.runs.pages import ListedRun
-from app.fleet.runs.records import RunRecord, State
+from app.fleet.runs.read import pages, records
+from app.fleet.runs.read.pages import ListedRun
+from app.fleet.runs.read.records import RunRecord, State
 from app.fleet.runs.retry import RETRYABLE, Retried
 from app.fleet.settings import FleetSettings
 

@@ -26,7 +26,7 @@ from app.fleet.cluster.registry import Registry, Session
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection, shows_an_outage
+from app.fleet.db.pool.pool import Connection, shows_an_outage
 from app.fleet.errors import OutcomeUnknown, SchemaOutdated
 from app.fleet.settings import FleetSettings
 

@@ -25,8 +25,8 @@ from app.fleet.engine.actions.synchronise import read_ids
 from app.fleet.engine.enqueue.insert import insert
 from app.fleet.engine.enqueue.orders import Order, prepare
 from app.fleet.errors import ActionUnknown, EngineError
-from app.fleet.runs import records
-from app.fleet.runs.records import RunRecord
+from app.fleet.runs.read import records
+from app.fleet.runs.read.records import RunRecord
 from app.fleet.settings import FleetSettings
 
 

@@ -31,7 +31,7 @@ from app.fleet.background import Service, cancel_and_wait
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection, Database
+from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.errors import DatabaseError
 from app.fleet.telemetry.logs import events
 

@@ -12,7 +12,7 @@ import socket
 
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.telemetry.logs import events
 
 # A notification has at most 8,000 bytes.

@@ -32,7 +32,7 @@ from app.fleet.db import preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.dsn import Addresses
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.errors import FleetError
 from app.fleet.lifecycle import Phase
 from app.fleet.settings import FleetSettings

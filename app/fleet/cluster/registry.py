@@ -70,7 +70,7 @@ from app.fleet.cluster.registry_statements import (
 )
 from app.fleet.db.dsn import RUN_DIGITS, pool_application
 from app.fleet.db.namespace import Lock, Namespace, Statement
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
 from app.fleet.telemetry.logs import events
 

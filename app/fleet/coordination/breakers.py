@@ -62,8 +62,8 @@ from app.fleet.coordination.breaker_statements import (
     READ,
 )
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Database
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.pool import Database
+from app.fleet.db.pool.statements import fetch
 from app.fleet.duration import Duration, format_duration
 from app.fleet.errors import BreakerError, BreakerInvalid, BreakerOpen, DatabaseError, Fenced, LimitError
 from app.fleet.telemetry.logs import events

@@ -18,7 +18,7 @@ from app.fleet.coordination.locks.held import HeldLock, LockRequest, OnLoss
 from app.fleet.coordination.locks.lock import Locks
 from app.fleet.coordination.permits import Limit
 from app.fleet.coordination.singletons import Singletons
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.duration import Duration
 from app.fleet.errors import FleetError, LimitInvalid, LockInvalid
 from app.fleet.validation import check_duration

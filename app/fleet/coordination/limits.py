@@ -46,7 +46,7 @@ from contextlib import AbstractAsyncContextManager
 from app.fleet.background import Service
 from app.fleet.cluster.link import clock
 from app.fleet.coordination.permits import LEASE, Limit, PermitQueue
-from app.fleet.db.pool import Connection, Database
+from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.errors import LimitReached
 from app.fleet.telemetry.metrics import ByName
 

@@ -18,8 +18,8 @@ import psycopg
 from app.fleet.background import LoopErrors, cancel_and_wait
 from app.fleet.cluster.link import clock
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import fetch
 from app.fleet.duration import MAX_DURATION, Rate, format_duration
 from app.fleet.errors import DatabaseError, LimitInvalid, LimitReached
 from app.fleet.telemetry.logs import events

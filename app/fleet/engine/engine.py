@@ -2,7 +2,7 @@
 
 Everything is wired here, and nowhere else. Notifications have the form `kind:rest`:
 
-    runs:…          runs wait in these queues (`runs/notifications.py`)
+    runs:…          runs wait in these queues (`runs/effects/notifications.py`)
     cancel:run      the cancellation of this running run was requested
     slots           a schedule was changed, or an action was resumed
     members         another instance is ready: it shares many queues from now on
@@ -20,7 +20,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.coordination import coordination
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce, synchronise
 from app.fleet.engine.dispatch.backlog import OTHERS_DELAY, Backlog, Waiting
@@ -39,8 +39,8 @@ from app.fleet.engine.once.block import SeenStore
 from app.fleet.engine.once.housekeeping import find_pending_too_long
 from app.fleet.errors import DatabaseError
 from app.fleet.lifecycle import Lifecycle
-from app.fleet.runs import feed
-from app.fleet.runs.notifications import parse_notification
+from app.fleet.runs.effects import feed
+from app.fleet.runs.effects.notifications import parse_notification
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.stream import Stream
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import TypeAdapter
 
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.engine.enqueue import confirm
@@ -26,7 +26,7 @@ from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.idempotency import IdempotencyKey
-from app.fleet.runs.records import RunRecord
+from app.fleet.runs.read.records import RunRecord
 
 router = APIRouter(prefix="/actions", tags=["actions"], dependencies=[Depends(needs())])
 

@@ -20,8 +20,8 @@ from app.fleet.errors import ActionUnknown, FleetError, PayloadInvalid, RunUnkno
 from app.fleet.http.edge.context import Context
 from app.fleet.http.edge.problems import NotFound, Unavailable, listed
 from app.fleet.http.fields import Instant, Key, Payload
-from app.fleet.runs import records as runs
-from app.fleet.runs.records import RunRecord
+from app.fleet.runs.read import records as runs
+from app.fleet.runs.read.records import RunRecord
 from app.fleet.validation import MAX_LISTED_ERRORS, invalid_parts
 
 MAX_RUNS = 1000

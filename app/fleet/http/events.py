@@ -44,8 +44,8 @@ from app.fleet.http.edge.middleware import RETRY_MS
 from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.edge.problems import HttpError, Unavailable
 from app.fleet.http.runs import RunId, number_of, states_of
-from app.fleet.runs.events import DONE, STATE, StoredEvent
-from app.fleet.runs.feed import Batch
+from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
+from app.fleet.runs.effects.feed import Batch
 from app.fleet.stream.channel import Follower
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.pacer import Pacer

@@ -29,7 +29,7 @@ from typing import Annotated
 from fastapi import Header
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection, Database
+from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.engine.enqueue.keys import lock_request_key
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import KeyInFlight, KeyReused

@@ -1,8 +1,8 @@
 """Runs over HTTP: create many at once, list and show them, cancel and retry them.
 
 A page of runs is a range of ids, newest first. Its cursor is the last id, encoded so that clients treat it as opaque.
-Runs that are created or deleted meanwhile therefore neither repeat nor hide others. `runs/pages.py` defines what a list
-contains of each run.
+Runs that are created or deleted meanwhile therefore neither repeat nor hide others. `runs/read/pages.py` defines what a
+list contains of each run.
 """
 
 import base64
@@ -41,10 +41,11 @@ from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.edge.problems import HttpError
 from app.fleet.http.fields import Ago
 from app.fleet.http.idempotency import IdempotencyKey
-from app.fleet.runs import cancel, pages, retry
-from app.fleet.runs import records as runs
-from app.fleet.runs.pages import ListedRun
-from app.fleet.runs.records import RunRecord, State
+from app.fleet.runs import cancel, retry
+from app.fleet.runs.read import pages
+from app.fleet.runs.read import records as runs
+from app.fleet.runs.read.pages import ListedRun
+from app.fleet.runs.read.records import RunRecord, State
 from app.fleet.runs.retry import Retryable
 from app.fleet.stream.relay import CHANGED
 

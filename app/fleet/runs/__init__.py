@@ -23,9 +23,9 @@ A run is a row of `runs` while it is pending or running, and a row of `finished_
                                                       overlap="skip", none is active
     finished    -           pruner                    retention is over                  prune.py
 
-Each statement also does, in the same statement, what belongs to the change: it draws the next number of the run's
-events, adds a row to the feed (`feed.py`), stores the events of an attempt that is over (`events.py`), and notifies the
-instances that runs are pending (`notifications.py`).
+Each statement also does what belongs to the change: it draws the next number of the run's events, adds a row to the
+feed (`effects/feed.py`), stores the events of an attempt that is over (`effects/events.py`), and notifies the instances
+that runs are pending (`effects/notifications.py`).
 
-A claim increments the token. Writes with an older token match no row (`writes.py`, `events.py`, `end.py`).
+A claim increments the token. Writes with an older token match no row (`writes.py`, `effects/events.py`, `end.py`).
 """

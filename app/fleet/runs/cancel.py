@@ -6,11 +6,11 @@ the instance finds the request in its next reconciliation; if the run becomes pe
 """
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.errors import RunNotReady
+from app.fleet.runs.effects.notifications import notify_sql
 from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_ORDERED
-from app.fleet.runs.notifications import notify_sql
-from app.fleet.runs.records import ACTIVE_COLUMNS, FINISHED_COLUMNS, RunRecord, change, find
+from app.fleet.runs.read.records import ACTIVE_COLUMNS, FINISHED_COLUMNS, RunRecord, change, find
 
 # The next run of its ordering key may be claimed now.
 CANCEL_PENDING = Statement(f"""

@@ -22,7 +22,7 @@ Lock order: instance, actions by id, runs.
 from typing import Any, TypeAlias
 
 from app.fleet.db.namespace import Statement
-from app.fleet.runs.feed import feed_insert_sql
+from app.fleet.runs.effects.feed import feed_insert_sql
 
 Row: TypeAlias = tuple[Any, ...]
 

@@ -8,8 +8,8 @@ again, and does not lead into the index of pending runs.
 
 from app.fleet.db.namespace import Statement
 from app.fleet.runs.claim import ME, PICKED, WEIGHT, claimed_columns, claimed_sql
-from app.fleet.runs.ordering import ORDERED_OFFSET
-from app.fleet.runs.states import is_pending
+from app.fleet.runs.effects.ordering import ORDERED_OFFSET
+from app.fleet.runs.effects.states import is_pending
 
 # Of a head `h`: whether it may be claimed; and its `run_at`, if that is later than now.
 JUDGED = """

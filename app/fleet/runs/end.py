@@ -15,8 +15,8 @@ halves are one statement, no crash can separate them. The end is in the row and 
 """
 
 from app.fleet.db.namespace import Statement
-from app.fleet.runs.feed import feed_insert_sql
-from app.fleet.runs.states import is_running
+from app.fleet.runs.effects.feed import feed_insert_sql
+from app.fleet.runs.effects.states import is_running
 
 # How long FINISH waits for a row that another transaction has locked.
 LOCK_TIMEOUT_MS = 10

@@ -18,8 +18,8 @@ unique, so a slot has one run at most.
 """
 
 from app.fleet.db.namespace import Statement
-from app.fleet.runs.feed import feed_insert_sql
-from app.fleet.runs.notifications import notify_sql
+from app.fleet.runs.effects.feed import feed_insert_sql
+from app.fleet.runs.effects.notifications import notify_sql
 from app.fleet.runs.overlap import active_run
 
 

@@ -28,7 +28,7 @@ from collections.abc import Collection
 import psycopg
 
 from app.fleet.db.namespace import Lock, Namespace, Statement
-from app.fleet.db.statements import Place, fetch
+from app.fleet.db.pool.statements import Place, fetch
 from app.fleet.errors import AlreadyActive
 
 LOCK_PATIENCE = 1.0

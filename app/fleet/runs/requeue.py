@@ -20,12 +20,12 @@ The token stays as it is; the next claim increments it. Until then late writes a
 
 from app.fleet.cluster.registry import BATCH
 from app.fleet.db.namespace import Statement
+from app.fleet.runs.effects.events import EVENT_COLUMNS, event_insert_sql
+from app.fleet.runs.effects.feed import feed_insert_sql
+from app.fleet.runs.effects.notifications import notify_sql
+from app.fleet.runs.effects.retry_delay import usual_wait
+from app.fleet.runs.effects.states import is_running
 from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_ORDERED
-from app.fleet.runs.events import EVENT_COLUMNS, event_insert_sql
-from app.fleet.runs.feed import feed_insert_sql
-from app.fleet.runs.notifications import notify_sql
-from app.fleet.runs.retry_delay import usual_wait
-from app.fleet.runs.states import is_running
 
 # A run that makes its process crash (a bug in a C library, too much memory) would crash one instance after the other.
 MAX_DEATHS = 20

@@ -13,14 +13,14 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, get_args
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import fetch
 from app.fleet.errors import RunNotReady, RunUnknown
 from app.fleet.runs import overlap
-from app.fleet.runs.events import ended_event_insert_sql
-from app.fleet.runs.feed import feed_insert_sql
-from app.fleet.runs.notifications import notify_sql
-from app.fleet.runs.records import ACTIVE_COLUMNS, RunRecord, change, find
+from app.fleet.runs.effects.events import ended_event_insert_sql
+from app.fleet.runs.effects.feed import feed_insert_sql
+from app.fleet.runs.effects.notifications import notify_sql
+from app.fleet.runs.read.records import ACTIVE_COLUMNS, RunRecord, change, find
 
 # The states in which a run can be tried again.
 Retryable = Literal["failed", "cancelled"]

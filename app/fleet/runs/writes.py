@@ -1,11 +1,11 @@
 """What an attempt writes about its run while it runs: checkpoints, and the guard of a transaction.
 
 Each statement requires the run's id, its token and the state `running`. An attempt whose run was taken over matches no
-row. Events have the same condition (`events.py`).
+row. Events have the same condition (`effects/events.py`).
 """
 
 from app.fleet.db.namespace import Statement
-from app.fleet.runs.states import is_running
+from app.fleet.runs.effects.states import is_running
 
 CHECKPOINT = Statement(f"""
 WITH own AS MATERIALIZED (

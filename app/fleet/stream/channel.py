@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from app.fleet.runs.events import EventPage, StoredEvent
+from app.fleet.runs.effects.events import EventPage, StoredEvent
 from app.fleet.stream.pacer import Pacer
 
 # How many items a channel keeps, and how many bytes, whichever comes first.

@@ -25,10 +25,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 from app.fleet.background import LoopErrors, Service, cancel_and_wait, jittered, wait_for_event
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.errors import EventUnknown, FeedOff, RunUnknown
-from app.fleet.runs.events import StoredEvent
-from app.fleet.runs.feed import Batch
+from app.fleet.runs.effects.events import StoredEvent
+from app.fleet.runs.effects.feed import Batch
 from app.fleet.stream.channel import Channel, Follower, RunChannel
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.reader import RETRY_INTERVAL, RUNS_AT_ONCE, Reader

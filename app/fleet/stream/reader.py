@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import psycopg
 
-from app.fleet.db.pool import Connection, Database
+from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.errors import DatabaseError
-from app.fleet.runs import feed
-from app.fleet.runs.events import PAGE_EVENTS, EventPage, StoredEvent, read_pages
-from app.fleet.runs.feed import Batch
-from app.fleet.runs.feed_numbers import Numberer, Numbering
+from app.fleet.runs.effects import feed
+from app.fleet.runs.effects.events import PAGE_EVENTS, EventPage, StoredEvent, read_pages
+from app.fleet.runs.effects.feed import Batch
+from app.fleet.runs.effects.feed_numbers import Numberer, Numbering
 from app.fleet.stream.channel import Numbered, ReadAfter, RunChannel
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.shared_read import SharedRead

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 
 from app.fleet.background import LoopErrors, Service, cancel_and_wait
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.telemetry.logs import events
 
 SPACING = 0.02

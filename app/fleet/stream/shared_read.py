@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from app.fleet.background import cancel_and_wait
-from app.fleet.db.pool import DatabaseAway
+from app.fleet.db.pool.pool import DatabaseAway
 
 # How long a caller waits for its result.
 READ_TIMEOUT = 10.0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from app.fleet.background import Service
 from app.fleet.cluster.member import Member
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import CHANGED, EMITTED, FOLLOWING, Relay
 

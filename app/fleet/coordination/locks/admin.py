@@ -17,7 +17,7 @@ from psycopg.rows import class_row
 
 from app.fleet.coordination.locks.statements import GRANT_FREE
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown
 from app.fleet.telemetry.logs import events
 from app.fleet.validation import check_name

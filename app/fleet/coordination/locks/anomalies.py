@@ -8,7 +8,7 @@ from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import Instance
 from app.fleet.coordination.locks.held import RESERVED
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 
 HELD_LONG = timedelta(minutes=10)
 # How long an overlap is reported.

@@ -2,7 +2,7 @@
 
 from app.fleet.cluster.registry import Session
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 
 NAMES_BY_INSTANCE = Statement("""
 SELECT l.instance_id, array_agg(l.name ORDER BY l.name) AS names

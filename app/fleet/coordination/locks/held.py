@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 from app.fleet.cluster.registry import Identity
-from app.fleet.db.statements import Place
+from app.fleet.db.pool.statements import Place
 from app.fleet.duration import Duration, format_duration
 from app.fleet.errors import LockInvalid, LockLost
 from app.fleet.telemetry.logs import request_id

@@ -67,8 +67,8 @@ from app.fleet.coordination.locks.statements import (
     RENEW,
     TAKE,
 )
-from app.fleet.db.pool import Database
-from app.fleet.db.statements import Place, fetch
+from app.fleet.db.pool.pool import Database
+from app.fleet.db.pool.statements import Place, fetch
 from app.fleet.duration import format_duration
 from app.fleet.errors import LockCycle, LockLost, LockTaken
 from app.fleet.telemetry.logs import events

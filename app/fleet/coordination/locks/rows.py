@@ -33,8 +33,8 @@ from app.fleet.coordination.locks.statements import (
     RELEASE_WITHOUT_GRANT,
 )
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Database
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.pool import Database
+from app.fleet.db.pool.statements import fetch
 from app.fleet.errors import DatabaseError
 from app.fleet.telemetry.logs import events
 

@@ -46,7 +46,7 @@ actions = Table(
     Column("next_run_at", DateTime(timezone=True)),
     Column("paused_at", DateTime(timezone=True)),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
-    # Delay before the first retry and maximum delay, in seconds (`runs/retry_delay.py`).
+    # Delay before the first retry and maximum delay, in seconds (`runs/effects/retry_delay.py`).
     Column("retry_delay", Float, nullable=False, server_default=text("1")),
     Column("max_retry_delay", Float, nullable=False, server_default=text("600")),
     CheckConstraint("misfire IN ('once', 'all', 'skip')", name="misfire"),

@@ -25,16 +25,16 @@ from typing import Any, Literal
 from psycopg.rows import dict_row
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import SHORT_IDLE
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import SHORT_IDLE
 from app.fleet.duration import format_duration
 from app.fleet.engine.actions.action import NAME
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
 from app.fleet.errors import ActionUnknown
-from app.fleet.runs import pages
-from app.fleet.runs.notifications import notify_sql
-from app.fleet.runs.pages import ListedRun
+from app.fleet.runs.effects.notifications import notify_sql
+from app.fleet.runs.read import pages
+from app.fleet.runs.read.pages import ListedRun
 
 ActionState = Literal["active", "paused", "vanished"]
 

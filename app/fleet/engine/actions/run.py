@@ -29,7 +29,7 @@ from typing_extensions import TypeVar
 
 from app.fleet.db.stored_json import why_unreadable
 from app.fleet.errors import EngineError, NotJson
-from app.fleet.runs.events import LOG, PROGRESS, RESERVED
+from app.fleet.runs.effects.events import LOG, PROGRESS, RESERVED
 
 # The type of a run's payload: by default any JSON object.
 P = TypeVar("P", default=dict[str, Any])

@@ -25,13 +25,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.dispatch.ordered import ScanCursor
 from app.fleet.engine.dispatch.server_clock import LONG_AGO, ServerClock
-from app.fleet.runs.ordering import ORDERED, queue_priority
+from app.fleet.runs.effects.ordering import ORDERED, queue_priority
 
 # From this many queues on, instances share them, and a claim takes runs from all of its own queues.
 MANY = 50
@@ -68,6 +69,16 @@ class Queue:
 
 
 DueQueue: TypeAlias = tuple[QueueKey, Queue]
+
+
+class Request(NamedTuple):
+    """A queue to claim from, and how many runs at most."""
+
+    key: QueueKey
+    queue: Queue
+    limit: int
+    # How many runs an earlier request of the same claim takes from this queue.
+    passed: int = 0
 
 
 class Backlog:
@@ -195,3 +206,19 @@ def new_queue(key: QueueKey, action: Action[Any], run_at: datetime) -> Queue:
     if key.priority == ORDERED:
         return Queue(floor=run_at, priority=action.priority, cursor=ScanCursor())
     return Queue(floor=run_at, priority=key.priority)
+
+
+def shares(queues: Sequence[DueQueue], room: int, *, is_last: bool) -> list[Request]:
+    """Return requests that give each queue of a priority the same share of the room.
+
+    What a queue leaves of its share goes to the same priority first, and then to lower ones: so each queue has a second
+    request, for more. But not at the lowest priority of the last group: the next claim goes on there.
+    """
+    priorities = [[*group] for _, group in groupby(queues, key=lambda each: each[1].priority)]
+    requests = []
+    for number, group in enumerate(priorities, 1):
+        share = -(-room // len(group))
+        requests += [Request(key, queue, share) for key, queue in group]
+        if len(group) > 1 and not (is_last and number == len(priorities)):
+            requests += [Request(key, queue, room, share) for key, queue in group]
+    return requests

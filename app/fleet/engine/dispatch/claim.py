@@ -19,19 +19,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import psycopg
 
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import SHORT_IDLE, array
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import SHORT_IDLE, array
 from app.fleet.engine.actions.action import MAX_PAYLOAD, Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.run import MAX_CHECKPOINT
 from app.fleet.engine.dispatch import ordered
-from app.fleet.engine.dispatch.backlog import LATEST, Backlog, DueQueue, Queue, QueueKey
+from app.fleet.engine.dispatch.backlog import LATEST, Backlog, DueQueue, Queue, QueueKey, Request, shares
 from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.runs.claim import (
     ACTION,
@@ -53,16 +53,6 @@ FEW = MAX_WEIGHT // (MAX_PAYLOAD + MAX_CHECKPOINT)
 # When to try again: another transaction has locked the action's row; a limit is reached, and its end is unknown.
 LOCKED_RETRY = 0.01
 LIMIT_RETRY = 0.5
-
-
-class Request(NamedTuple):
-    """A queue to claim from, and how many runs at most."""
-
-    key: QueueKey
-    queue: Queue
-    limit: int
-    # How many runs an earlier request of the same claim takes from this queue.
-    passed: int = 0
 
 
 class Claimant:
@@ -344,19 +334,3 @@ class Claimant:
         action = self._catalogue.of_id(action_id)
         assert action is not None, "the backlog has only queues of our own actions"
         return action
-
-
-def shares(queues: Sequence[DueQueue], room: int, *, is_last: bool) -> list[Request]:
-    """Return requests that give each queue of a priority the same share of the room.
-
-    What a queue leaves of its share goes to the same priority first, and then to lower ones: so each queue has a second
-    request, for more. But not at the lowest priority of the last group: the next claim goes on there.
-    """
-    priorities = [[*group] for _, group in groupby(queues, key=lambda each: each[1].priority)]
-    requests = []
-    for number, group in enumerate(priorities, 1):
-        share = -(-room // len(group))
-        requests += [Request(key, queue, share) for key, queue in group]
-        if len(group) > 1 and not (is_last and number == len(priorities)):
-            requests += [Request(key, queue, room, share) for key, queue in group]
-    return requests

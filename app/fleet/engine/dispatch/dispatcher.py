@@ -18,10 +18,10 @@ from contextlib import suppress
 
 import psycopg
 
-from app.fleet.background import Service, cancel_and_wait, wait_for_event
+from app.fleet.background import LoopErrors, Service, cancel_and_wait, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.engine.dispatch.backlog import MANY, Backlog, DueQueue
 from app.fleet.engine.dispatch.claim import Claimant
 from app.fleet.engine.execute.attempt import Attempt
@@ -40,7 +40,6 @@ QUEUES = 512
 # How often to check whether claiming is allowed again.
 TICK = 0.1
 RETRY = 0.1
-AFTER_DEFECT = 1.0
 
 log = events(__name__)
 
@@ -71,6 +70,9 @@ class Dispatcher(Service):
         self._batch_size = FIRST
         self._claiming_paused = False
         self._wake = asyncio.Event()
+        self._errors = LoopErrors(
+            log, service="dispatcher", defect="engine.defect", failed="dispatcher.failed", retry_interval=RETRY
+        )
         self._task: asyncio.Task[None] | None = None
 
     def wake(self) -> None:
@@ -110,14 +112,8 @@ class Dispatcher(Service):
             if not due:
                 await self._sleep_until(self._backlog.next_due(), now)
                 continue
-            try:
+            async with self._errors.logged():
                 await self._claim(due, now)
-            except (psycopg.Error, DatabaseError) as error:
-                log.debug("executor.claim_failed", reason=" ".join(str(error).split()))
-                await asyncio.sleep(RETRY)
-            except Exception as error:  # noqa: BLE001 — a defect of this code must not stop the task for good
-                log.error("engine.defect", error=error, service="dispatcher")
-                await asyncio.sleep(AFTER_DEFECT)
 
     def _may_claim(self) -> bool:
         return (

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.runs.claim import KEY, Row
 from app.fleet.runs.claim_ordered import CLAIM_ORDERED, SCAN_COLUMNS
 

@@ -40,8 +40,8 @@ import psycopg
 from app.fleet.background import LoopErrors, Service, cancel_and_wait, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Lock, Statement
-from app.fleet.db.pool import Connection, Database
-from app.fleet.db.statements import SHORT_IDLE, array
+from app.fleet.db.pool.pool import Connection, Database
+from app.fleet.db.pool.statements import SHORT_IDLE, array
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Schedule
 from app.fleet.engine.dispatch.server_clock import ServerClock

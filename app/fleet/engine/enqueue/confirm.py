@@ -24,14 +24,14 @@ import psycopg
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import DatabaseAway, shows_an_outage
-from app.fleet.db.statements import fetch
+from app.fleet.db.pool.pool import DatabaseAway, shows_an_outage
+from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.enqueue.insert import Triggered
 from app.fleet.engine.enqueue.keys import find_runs, key_of
 from app.fleet.engine.enqueue.orders import Order, prepare
 from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.errors import OutcomeUnknown
-from app.fleet.runs.records import Trigger
+from app.fleet.runs.read.records import Trigger
 
 CONFIRM_TIMEOUT = 5.0
 RETRY_INTERVAL = 0.05

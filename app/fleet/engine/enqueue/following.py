@@ -13,7 +13,7 @@ from typing import Any
 
 from app.fleet.engine.enqueue.trigger import here
 from app.fleet.errors import RunFailed, RunUnknown
-from app.fleet.runs.events import STATE, StoredEvent
+from app.fleet.runs.effects.events import STATE, StoredEvent
 
 
 async def follow(run_id: int, after: int = 0) -> AsyncIterator[StoredEvent]:

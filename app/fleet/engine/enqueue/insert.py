@@ -14,13 +14,13 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.statements import Place, array, fetch
+from app.fleet.db.pool.statements import Place, array, fetch
 from app.fleet.engine.enqueue.keys import Key, find_runs, key_of, take_keys
 from app.fleet.engine.enqueue.orders import Prepared
 from app.fleet.errors import EngineError
 from app.fleet.runs import overlap
 from app.fleet.runs.insert import INSERT, INSERT_NUMBERED, INSERT_ORDERED, INSERT_ORDERED_NUMBERED
-from app.fleet.runs.records import RunRecord, Trigger
+from app.fleet.runs.read.records import RunRecord, Trigger
 
 DRAW_IDS = Statement("SELECT nextval('{schema}.runs_id_seq') FROM generate_series(1, %(count)s)")
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.statements import Place, fetch
+from app.fleet.db.pool.statements import Place, fetch
 from app.fleet.engine.enqueue.orders import Prepared
 from app.fleet.errors import KeyInFlight, KeyReused
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from app.fleet.engine.actions.action import PRIORITIES, Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.errors import EngineError
-from app.fleet.runs import ordering
-from app.fleet.runs.records import RunRecord, Trigger
+from app.fleet.runs.effects import ordering
+from app.fleet.runs.read.records import RunRecord, Trigger
 
 MAX_KEY_LENGTH = 200
 # Instants that PostgreSQL and Python can both represent, in any time zone.

@@ -18,14 +18,14 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet.db.pool import Database
-from app.fleet.db.statements import Place
+from app.fleet.db.pool.pool import Database
+from app.fleet.db.pool.statements import Place
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.enqueue.insert import Triggered, insert
 from app.fleet.engine.enqueue.orders import Order, prepare
 from app.fleet.errors import FleetError
-from app.fleet.runs.records import Trigger
+from app.fleet.runs.read.records import Trigger
 from app.fleet.stream.hub import Hub
 
 

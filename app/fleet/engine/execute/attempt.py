@@ -7,7 +7,7 @@ the run writer makes them.
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.engine.actions.action import Action
+from app.fleet.runs.effects.events import Event
 
 if TYPE_CHECKING:
     from app.fleet.engine.execute.writer import RunWriter
@@ -98,6 +99,11 @@ class Attempt:
 
     async def guard(self, session: AsyncSession) -> None:
         await self._writer.guard(session, self)
+
+    def forget(self, events: Sequence[Event]) -> None:
+        """These events do not wait to be written any more."""
+        self.unwritten_events -= len(events)
+        self.unwritten_size -= sum(event.weight for event in events)
 
     def refuse(self, write: str) -> None:
         """Count and log a write that came too late, without ending the attempt."""

@@ -17,15 +17,17 @@ import psycopg
 from sqlalchemy.exc import DBAPIError
 
 from app.fleet.db.namespace import Namespace
-from app.fleet.db.pool import Connection, DatabaseAway, shows_an_outage
-from app.fleet.db.statements import array
+from app.fleet.db.pool.pool import Connection, DatabaseAway, shows_an_outage
+from app.fleet.db.pool.statements import array
 from app.fleet.engine.execute.attempt import Attempt
-from app.fleet.runs import events
+from app.fleet.errors import Fenced
+from app.fleet.runs.effects import events
+from app.fleet.runs.effects.events import Event
 from app.fleet.runs.end import CONFIRM, END_CANCELLED, FINISH, FINISH_UNLOCKED
-from app.fleet.runs.events import Event
 from app.fleet.runs.requeue import GIVE_BACK
 from app.fleet.runs.writes import CHECKPOINT, STILL_OURS
 
+REFUSED = "PostgreSQL refused what it wrote:"
 # Serialization failure, deadlock, lock timeout, cancelled statement: the values are not at fault.
 TRANSIENT = {"40001", "40P01", "55P03", "57014"}
 # The class of "program limit exceeded": sending it again would exceed it again, although psycopg calls it operational.
@@ -226,3 +228,17 @@ def worth_repeating(error: BaseException) -> bool:
     if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(LIMIT_EXCEEDED):
         return False
     return isinstance(error, DatabaseAway | psycopg.OperationalError | psycopg.InterfaceError) or shows_an_outage(error)
+
+
+def fenced(attempt: Attempt) -> Fenced:
+    return Fenced(
+        f"run {attempt.run_id} was taken over: the token {attempt.token} of this attempt is out of date, and nothing "
+        f"that it writes is kept"
+    )
+
+
+def may_fail(write: Ended | Returned | Emitted) -> bool:
+    """Return whether the run can be recorded as failed instead; not if that is what PostgreSQL refused."""
+    if isinstance(write, Returned):
+        return not write.paused
+    return isinstance(write, Ended) and not (write.error or "").startswith(REFUSED)

@@ -30,7 +30,7 @@ from typing import Any
 
 from app.fleet.background import Service, cancel_and_wait, detach
 from app.fleet.cluster.registry import Identity
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.run import MAX_RESULT, Run, as_json

@@ -7,11 +7,13 @@ cancelled: the next call of `run.blocking` raises the cancellation. Until then t
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from app.fleet.engine.execute.failures import reason_of
+
+Answer = TypeVar("Answer")
 
 
 async def run_in_thread(function: Callable[[Any], Any], argument: Any, name: str) -> Any:
@@ -46,3 +48,11 @@ def deliver(done: "asyncio.Future[Any]", value: Any, error: BaseException | None
         done.set_exception(error)
     except BaseException:  # noqa: BLE001 — a future refuses a StopIteration
         done.set_exception(RuntimeError(reason_of(error)))
+
+
+def wait_from_thread(work: Coroutine[Any, Any, Answer], loop: asyncio.AbstractEventLoop) -> Answer:
+    """Block a thread until the event loop has done some work for it."""
+    if asyncio._get_running_loop() is not None:  # noqa: SLF001 — the public one raises where there is none
+        work.close()
+        raise RuntimeError("`run.blocking` is for plain functions; an async action awaits the run's own methods")
+    return asyncio.run_coroutine_threadsafe(work, loop).result()

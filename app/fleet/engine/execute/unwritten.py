@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.batches import Checkpoint, Emitted, Ended, Returned
-from app.fleet.runs.events import Event
+from app.fleet.runs.effects.events import Event
 
 Write = TypeVar("Write", Ended, Returned, Checkpoint)
 

@@ -38,17 +38,27 @@ from typing import Any, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet.background import cancel_and_wait
-from app.fleet.db.pool import Connection, Database
-from app.fleet.db.statements import fetch
+from app.fleet.background import LoopErrors, cancel_and_wait
+from app.fleet.db.pool.pool import Connection, Database
+from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.execute import batches
 from app.fleet.engine.execute.attempt import Attempt, Ending
-from app.fleet.engine.execute.batches import Checkpoint, Emitted, Ended, Returned, worth_repeating
+from app.fleet.engine.execute.batches import (
+    REFUSED,
+    Checkpoint,
+    Emitted,
+    Ended,
+    Returned,
+    fenced,
+    may_fail,
+    worth_repeating,
+)
 from app.fleet.engine.execute.failures import storable
+from app.fleet.engine.execute.threads import wait_from_thread
 from app.fleet.engine.execute.unwritten import Kind, Unwritten
-from app.fleet.errors import EngineError, Fenced
+from app.fleet.errors import EngineError
+from app.fleet.runs.effects.events import Event
 from app.fleet.runs.end import COMPLETE
-from app.fleet.runs.events import Event
 from app.fleet.runs.writes import GUARD
 from app.fleet.stream.relay import CHANGED, EMITTED, Relay
 from app.fleet.telemetry.logs import events
@@ -63,13 +73,11 @@ WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 RETRY = 0.1
 # How long the writes for a locked row wait.
 LOCKED_RETRY = 0.25
-AFTER_DEFECT = 1.0
 # How many events of one run, and characters of them, may wait before its `emit` waits.
 MAX_UNWRITTEN_EVENTS = 500
 MAX_UNWRITTEN_SIZE = 1_048_576
 # How many events a run may have, its changes of state among them.
 MAX_EVENTS = 100_000
-REFUSED = "PostgreSQL refused what it wrote:"
 
 log = events(__name__)
 
@@ -101,6 +109,7 @@ class RunWriter:
         self._idle.set()
         # Set at the end of the present round, and replaced.
         self._round_ended = asyncio.Event()
+        self._errors = LoopErrors(log, service="writer", defect="engine.defect")
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -186,10 +195,7 @@ class RunWriter:
     def wait_from_thread(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Block a thread until the event loop has done some work for it."""
         assert self._loop is not None
-        if asyncio._get_running_loop() is not None:  # noqa: SLF001 — the public one raises where there is none
-            work.close()
-            raise RuntimeError("`run.blocking` is for plain functions; an async action awaits the run's own methods")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return wait_from_thread(work, self._loop)
 
     def refuse(self, attempt: Attempt, write: str, *, stop: bool = True) -> None:
         """Count a write that came too late: another attempt has the run."""
@@ -228,10 +234,8 @@ class RunWriter:
             self._work.clear()
             self._idle.clear()
             try:
-                await self._write_round()
-            except Exception as error:  # noqa: BLE001 — a defect of this code must not stop the task for good
-                log.error("engine.defect", error=error, service="writer")
-                await asyncio.sleep(AFTER_DEFECT)
+                async with self._errors.logged():
+                    await self._write_round()
             finally:
                 self._idle.set()
                 self._round_ended.set()
@@ -293,7 +297,7 @@ class RunWriter:
             # Nothing more can be written about this attempt. Another instance ends the run after its deadline.
             self._settled([attempt])
         else:
-            forget(attempt, [refused.event])
+            attempt.forget([refused.event])
 
     def _wait_for_locked(self, attempts: Sequence[Attempt]) -> None:
         """Leave the writes of these attempts for `LOCKED_RETRY`: their rows are locked."""
@@ -317,7 +321,7 @@ class RunWriter:
         self._wait_for_locked(list(outcome.locked))
         for attempt, written in outcome.written.items():
             attempt.events += len(written)
-            forget(attempt, written)
+            attempt.forget(written)
 
     async def _store_checkpoints(self, connection: Connection, batch: Sequence[Checkpoint]) -> None:
         outcome = await batches.store_checkpoints(connection, self._namespace, batch)
@@ -363,23 +367,3 @@ class RunWriter:
             self.refuse(each.attempt, "completion", stop=False)
         if outcome.fenced:
             self._settled([each.attempt for each in outcome.fenced])
-
-
-def forget(attempt: Attempt, written: Sequence[Event]) -> None:
-    """Events of this attempt do not wait any more."""
-    attempt.unwritten_events -= len(written)
-    attempt.unwritten_size -= sum(event.weight for event in written)
-
-
-def fenced(attempt: Attempt) -> Fenced:
-    return Fenced(
-        f"run {attempt.run_id} was taken over: the token {attempt.token} of this attempt is out of date, and nothing "
-        f"that it writes is kept"
-    )
-
-
-def may_fail(write: Ended | Returned | Emitted) -> bool:
-    """Return whether the run can be recorded as failed instead; not if that is what PostgreSQL refused."""
-    if isinstance(write, Returned):
-        return not write.paused
-    return isinstance(write, Ended) and not (write.error or "").startswith(REFUSED)

@@ -30,9 +30,9 @@ import psycopg
 from app.fleet.background import LoopErrors, Service, cancel_and_wait
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.engine.once.housekeeping import prune_keys
-from app.fleet.runs.feed_pruner import FeedPruner
+from app.fleet.runs.effects.feed_pruner import FeedPruner
 from app.fleet.runs.prune import EXPIRED, MARK, PRUNE, PRUNE_EVENTS
 from app.fleet.telemetry.logs import events
 

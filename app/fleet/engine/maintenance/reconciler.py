@@ -30,18 +30,15 @@ whose answer was lost. It becomes pending again when every claim that may have t
 """
 
 import asyncio
-import random
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-import psycopg
-
-from app.fleet.background import Service, cancel_and_wait, wait_for_event
+from app.fleet.background import LoopErrors, Service, cancel_and_wait, jittered, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Connection, Database
-from app.fleet.db.statements import array
+from app.fleet.db.pool.pool import Connection, Database
+from app.fleet.db.pool.statements import array
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce
 from app.fleet.engine.dispatch.backlog import Backlog
@@ -51,12 +48,10 @@ from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.maintenance import rescuer
-from app.fleet.errors import DatabaseError
 from app.fleet.runs.requeue import PUT_BACK
 from app.fleet.telemetry.logs import events
 
 INTERVAL = 2.0
-AFTER_DEFECT = 1.0
 BACK_UP = 1.0
 # So many failures in a row are logged as a warning: without the reconciler, nothing finds what a notification missed.
 MANY_FAILURES = 5
@@ -158,11 +153,16 @@ class Reconciler(Service):
         # Since when reads have followed each other without a failure or a pause, and when the last one was.
         self._sound_since: float | None = None
         self._read_at = 0.0
-        # Failures since the last read that succeeded.
-        self._failures = 0
         # Runs with our id that the executor does not have, and the number of the latest claim that may have taken each.
         self._unknown: dict[tuple[int, int], int] = {}
         self._wake = asyncio.Event()
+        self._errors = LoopErrors(
+            log,
+            service="reconciler",
+            defect="engine.defect",
+            failed="reconciler.failed",
+            warn_when=lambda failures: failures % MANY_FAILURES == 0,
+        )
         self._task: asyncio.Task[None] | None = None
 
     def read_now(self) -> None:
@@ -179,21 +179,13 @@ class Reconciler(Service):
             self._wake.clear()
             identity = self._member.identity
             if identity is not None and self._member.holds():
-                try:
-                    await self._reconcile(identity.id)
-                    self._failures = 0
-                except (psycopg.Error, DatabaseError) as error:
-                    self._sound_since = None
-                    self._failures += 1
-                    reason = " ".join(str(error).split())
-                    if self._failures % MANY_FAILURES == 0:
-                        log.warning("reconciler.failed", reason=reason)
-                    else:
-                        log.debug("reconciler.failed", reason=reason)
-                except Exception as error:  # noqa: BLE001 — a defect of this code must not stop the task for good
-                    log.error("engine.defect", error=error, service="reconciler")
-                    await asyncio.sleep(AFTER_DEFECT)
-            await wait_for_event(self._wake, INTERVAL * random.uniform(0.75, 1.25))
+                async with self._errors.logged():
+                    try:
+                        await self._reconcile(identity.id)
+                    except Exception:
+                        self._sound_since = None
+                        raise
+            await wait_for_event(self._wake, jittered(INTERVAL))
 
     async def _reconcile(self, me: int) -> None:
         known = dict(self._executor.attempts)

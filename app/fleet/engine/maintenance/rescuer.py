@@ -22,7 +22,7 @@ from typing import Any
 from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import BATCH, Instance, Session
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.runs.requeue import END_OVERDUE, ORPHANED, TAKE_BACK
 
 # How long after its deadline a run is taken from an instance that is still live.

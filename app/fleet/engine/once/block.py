@@ -26,8 +26,8 @@ import psycopg
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.cluster.member import Member
-from app.fleet.db.pool import Database
-from app.fleet.db.statements import Place, fetch
+from app.fleet.db.pool.pool import Database
+from app.fleet.db.pool.statements import Place, fetch
 from app.fleet.duration import Duration
 from app.fleet.engine.execute.attempt import Attempt, current_attempt
 from app.fleet.engine.once.statements import DRAW_TOKEN, MARK, RELEASE, TAKE

@@ -11,7 +11,7 @@ from datetime import datetime
 from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.engine.once.statements import OWNER_IS_ALIVE
 
 PRUNE = Statement(f"""

@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 
 from app.fleet.cluster.member import Member
 from app.fleet.coordination.coordination import Coordination
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
 from app.fleet.http.edge.problems import Unavailable

@@ -17,7 +17,7 @@ from psycopg_pool import TooManyRequests as PoolFull
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
-from app.fleet.db.pool import DatabaseAway
+from app.fleet.db.pool.pool import DatabaseAway
 from app.fleet.engine.enqueue.confirm import broke_off, is_away
 from app.fleet.errors import (
     ActionUnknown,

@@ -10,7 +10,7 @@ import time
 import psycopg
 
 from app.fleet.cluster.member import Member
-from app.fleet.db.pool import Database
+from app.fleet.db.pool.pool import Database
 from app.fleet.errors import DatabaseError
 
 CACHED_FOR = 1.0

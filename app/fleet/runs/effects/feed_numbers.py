@@ -23,9 +23,9 @@ from typing import NamedTuple
 import psycopg
 
 from app.fleet.db.namespace import Lock, Namespace, Statement
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import fetch
-from app.fleet.runs.feed_floor import Floor, Mark
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import fetch
+from app.fleet.runs.effects.feed_floor import Floor, Mark
 
 IDLE = psycopg.pq.TransactionStatus.IDLE
 # How many rows one transaction numbers.

@@ -40,12 +40,12 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout, TooManyRequests
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.fleet.background import Service, cancel_and_wait
-from app.fleet.db.dedicated import MIN_POOL_SIZE, DedicatedConnection
 from app.fleet.db.dsn import IDLE_IN_TRANSACTION, Addresses, pool_conninfo
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.session_slots import SessionSlots
-from app.fleet.db.sqlalchemy_engine import borrowing_engine
-from app.fleet.db.supervisor import Supervisor
+from app.fleet.db.pool.dedicated import MIN_POOL_SIZE, DedicatedConnection
+from app.fleet.db.pool.session_slots import SessionSlots
+from app.fleet.db.pool.sqlalchemy_engine import borrowing_engine
+from app.fleet.db.pool.supervisor import Supervisor
 from app.fleet.errors import DatabaseUnreachable
 from app.fleet.settings import FleetSettings
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.errors import RunUnknown
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import pydantic_core
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
-from app.fleet.runs.events import STATE
+from app.fleet.db.pool.pool import Connection
+from app.fleet.runs.effects.events import STATE
 
 # How many rows one statement reads, and how many changes in them, whichever comes first.
 PAGE_ROWS = 50

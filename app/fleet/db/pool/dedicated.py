@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from app.fleet.db.namespace import Statement
 
 if TYPE_CHECKING:
-    from app.fleet.db.pool import Connection, Database, PooledConnection
+    from app.fleet.db.pool.pool import Connection, Database, PooledConnection
 
 # To claim, to write what attempts report, and to schedule.
 DEDICATED_CONNECTIONS = 3

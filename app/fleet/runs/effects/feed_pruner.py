@@ -8,11 +8,11 @@ reader has numbered are replaced by one row that takes their numbers; a client t
 """
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import fetch
-from app.fleet.runs.feed import UNREAD
-from app.fleet.runs.feed_floor import Floor, Mark
-from app.fleet.runs.feed_numbers import HIGHEST_ID, LAST_NUMBER, TRY_LOCK
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import fetch
+from app.fleet.runs.effects.feed import UNREAD
+from app.fleet.runs.effects.feed_floor import Floor, Mark
+from app.fleet.runs.effects.feed_numbers import HIGHEST_ID, LAST_NUMBER, TRY_LOCK
 
 # How many rows one step deletes.
 PRUNED_AT_ONCE = 250

@@ -11,7 +11,7 @@ import psycopg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from app.fleet.db.namespace import Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 
 Place: TypeAlias = AsyncSession | AsyncConnection | Connection
 

@@ -25,9 +25,9 @@ from typing import get_args
 from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
+from app.fleet.db.pool.pool import Connection
 from app.fleet.db.stored_json import StoredJsonLoader
-from app.fleet.runs.records import ACTIVE, RunRecord, State
+from app.fleet.runs.read.records import ACTIVE, RunRecord, State
 
 MAX_WHOLE = 1024
 EXTRACT = 200

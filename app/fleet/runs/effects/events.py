@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool import Connection
-from app.fleet.db.statements import array
-from app.fleet.runs.states import is_running
+from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import array
+from app.fleet.runs.effects.states import is_running
 
 STATE = "state"
 PROGRESS = "progress"

@@ -13,7 +13,7 @@ import asyncio
 
 from psycopg_pool import PoolTimeout, TooManyRequests
 
-from app.fleet.db.dedicated import DEDICATED_CONNECTIONS, MIN_POOL_SIZE
+from app.fleet.db.pool.dedicated import DEDICATED_CONNECTIONS, MIN_POOL_SIZE
 
 # One of every five connections is reserved for the fleet's own statements, and at most four.
 RESERVED_SHARE = 5

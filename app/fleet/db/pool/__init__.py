@@ -1,0 +1,1 @@
+"""The pool of connections: borrowing and returning, outages, dedicated connections, SQLAlchemy, statements."""

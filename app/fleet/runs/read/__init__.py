@@ -1,0 +1,1 @@
+"""Reading runs: one, or a page of them."""
