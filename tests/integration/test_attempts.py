@@ -1,5 +1,6 @@
 """How an attempt ends is what is recorded on its run, and disturbs nothing else."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -157,6 +158,16 @@ async def test_checkpoints_progress_and_events_are_kept_in_order(here: LocalInst
     assert run.progress == {"done": 1.0, "text": None}
     events = await here.sql("SELECT seq, kind, data->>'done' FROM run_events WHERE run_id = %s ORDER BY seq", run.id)
     assert events == [(2 + number, "progress", f"{number / 5}") for number in range(1, 6)]
+
+
+async def test_an_attempt_that_stops_at_a_checkpoint_sees_that_checkpoint(here: LocalInstance) -> None:
+    """An action may handle the cancellation, and must not read an older checkpoint than the database has."""
+    run = await here.handle(await here.trigger("nap", {"seconds": 60}))
+    here.engine.executor.writer.stopping.set()
+    with pytest.raises(asyncio.CancelledError):
+        await run.checkpoint({"step": 1})
+    assert run.last_checkpoint == {"step": 1}
+    assert await here.sql("SELECT checkpoint FROM runs WHERE id = %s", run.id) == [({"step": 1},)]
 
 
 async def test_an_action_triggers_another(here: LocalInstance) -> None:

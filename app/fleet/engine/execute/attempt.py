@@ -78,6 +78,9 @@ class Attempt:
 
     async def checkpoint(self, text: str) -> None:
         await self._writer.checkpoint(self, text)
+
+    def stop_if_pausing(self) -> None:
+        """Stop the attempt here if the executor pauses: its run continues elsewhere, from the checkpoint."""
         if self.stopping.is_set():
             self.ending = self.ending or Ending.PAUSED
             raise asyncio.CancelledError("the instance drains")
