@@ -2,7 +2,7 @@ WITH gone AS (
     DELETE FROM "flotilla".runs
     WHERE id = %(id)s AND state = 'pending'
     RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, while it waited' AS ended_by
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT ended_as, instance, count(*), array_agg(id), array_agg(action_id), array_agg(events + 1), array_agg(attempt)
@@ -10,7 +10,7 @@ WITH gone AS (
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
-), told AS (
+), notified AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
@@ -43,4 +43,4 @@ r.ordering_key, r.attempt, r.max_attempts, r.instance, r.result, r.error, r.prog
 r.created_at, r.started_at, r.finished_at
 
 FROM ended AS r
-JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n

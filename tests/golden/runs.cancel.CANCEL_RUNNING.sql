@@ -3,7 +3,7 @@ WITH asked AS (
     SET cancel_requested_at = coalesce(cancel_requested_at, clock_timestamp())
     WHERE id = %(id)s AND state = 'running'
     RETURNING *
-), told AS (
+), notified AS (
     SELECT pg_notify('flotilla', 'cancel:' || id) FROM asked
 )
 SELECT 
@@ -12,4 +12,4 @@ r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.e
 r.created_at, r.started_at, NULL::timestamptz AS finished_at
 
 FROM asked AS r
-JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n

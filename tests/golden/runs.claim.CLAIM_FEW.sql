@@ -32,7 +32,7 @@ WITH me AS MATERIALIZED (
     FROM places AS p
     WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND p.action_id = r.action_id AND p.priority = r.priority
     RETURNING r.*
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'running', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)

@@ -101,7 +101,7 @@ WITH RECURSIVE me AS MATERIALIZED (
     
     WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND true
     RETURNING r.*
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'running', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)

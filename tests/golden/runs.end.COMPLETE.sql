@@ -7,7 +7,7 @@ WITH ended AS (
     USING ended AS e
     WHERE r.id = ANY (%(ids)s::int8[]) AND r.id = e.id AND r.token = e.token AND r.state COLLATE "C" = 'running'
     RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT ended_as, instance, count(*), array_agg(id), array_agg(action_id), array_agg(events + 1), array_agg(attempt)

@@ -33,7 +33,7 @@ WITH slots AS MATERIALIZED (
     JOIN slots AS s ON s.action_id = n.action_id AND s.key = n.key
     JOIN "flotilla".actions AS a ON a.id = s.action_id
     RETURNING id, action_id, priority, run_at, events, attempt, instance
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
@@ -41,7 +41,7 @@ WITH slots AS MATERIALIZED (
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
-), told AS (
+), notified AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
@@ -53,4 +53,4 @@ WITH slots AS MATERIALIZED (
     GROUP BY page
 
 )
-SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
+SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM notified)

@@ -23,7 +23,7 @@ SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance,
        clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = g.action_id)
 FROM gone AS g
 
-), noted_failed AS (
+), ended_feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT ended_as, instance, count(*), array_agg(id), array_agg(action_id), array_agg(events + 1), array_agg(attempt)
@@ -54,7 +54,7 @@ FROM gone AS g
     ) AS s (seq, data, at)
     WHERE s.seq IS NOT NULL
     
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)

@@ -34,7 +34,7 @@ WITH own AS MATERIALIZED (
     ) AS s (seq, data, at)
     WHERE s.seq IS NOT NULL
     
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
@@ -42,7 +42,7 @@ WITH own AS MATERIALIZED (
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
-), told AS (
+), notified AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
@@ -54,4 +54,4 @@ WITH own AS MATERIALIZED (
     GROUP BY page
 
 )
-SELECT id FROM back, (SELECT count(*) FROM told) AS t
+SELECT id FROM back, (SELECT count(*) FROM notified) AS n

@@ -16,7 +16,7 @@ WITH back AS (
     ) AS s (seq, data, at)
     WHERE s.seq IS NOT NULL
     
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)

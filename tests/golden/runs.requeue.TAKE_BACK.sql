@@ -22,7 +22,7 @@ SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance,
        clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = g.action_id)
 FROM gone AS g
 
-), noted_failed AS (
+), ended_feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT ended_as, instance, count(*), array_agg(id), array_agg(action_id), array_agg(events + 1), array_agg(attempt)
@@ -48,7 +48,7 @@ FROM gone AS g
     ) AS s (seq, data, at)
     WHERE s.seq IS NOT NULL
     
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
@@ -56,7 +56,7 @@ FROM gone AS g
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
-), told AS (
+), notified AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
@@ -72,4 +72,4 @@ FROM gone AS g
     GROUP BY page
 
 )
-SELECT (SELECT count(*) FROM lost), (SELECT count(*) FROM told)
+SELECT (SELECT count(*) FROM lost), (SELECT count(*) FROM notified)

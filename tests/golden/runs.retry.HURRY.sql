@@ -3,7 +3,7 @@ WITH hurried AS (
     SET run_at = clock_timestamp()
     WHERE id = %(id)s AND state = 'pending' AND run_at > clock_timestamp()
     RETURNING *
-), told AS (
+), notified AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
@@ -21,4 +21,4 @@ r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.e
 r.created_at, r.started_at, NULL::timestamptz AS finished_at
 
 FROM hurried AS r
-JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n

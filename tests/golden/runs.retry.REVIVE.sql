@@ -24,7 +24,7 @@ WITH back AS (
     WHERE s.seq IS NOT NULL
     ON CONFLICT DO NOTHING
     
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
@@ -32,7 +32,7 @@ WITH back AS (
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
-), told AS (
+), notified AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
@@ -51,4 +51,4 @@ r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.e
 r.created_at, r.started_at, NULL::timestamptz AS finished_at
 
 FROM added AS r
-JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n

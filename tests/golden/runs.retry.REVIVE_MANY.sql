@@ -36,7 +36,7 @@ WITH back AS (
     WHERE s.seq IS NOT NULL
     ON CONFLICT DO NOTHING
     
-), noted AS (
+), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT 'pending', instance, count(*), array_agg(id), array_agg(action_id), array_agg(events), array_agg(attempt)
@@ -44,7 +44,7 @@ WITH back AS (
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
-), told AS (
+), notified AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
@@ -56,4 +56,4 @@ WITH back AS (
     GROUP BY page
 
 )
-SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
+SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM notified)

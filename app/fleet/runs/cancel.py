@@ -18,16 +18,16 @@ WITH gone AS (
     DELETE FROM {{schema}}.runs
     WHERE id = %(id)s AND state = 'pending'
     RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, while it waited' AS ended_by
-), noted AS (
+), feed_rows AS (
     {FEED_INSERT_ENDED}
-), told AS (
+), notified AS (
     {notify_sql(NEXT_OF_ORDERED)}
 ), ended AS (
     {INSERT_FINISHED}RETURNING *
 )
 SELECT {FINISHED_COLUMNS}
 FROM ended AS r
-JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n
 """)
 
 CANCEL_RUNNING = Statement(f"""
@@ -36,12 +36,12 @@ WITH asked AS (
     SET cancel_requested_at = coalesce(cancel_requested_at, clock_timestamp())
     WHERE id = %(id)s AND state = 'running'
     RETURNING *
-), told AS (
+), notified AS (
     SELECT pg_notify('{{channel}}', 'cancel:' || id) FROM asked
 )
 SELECT {ACTIVE_COLUMNS}
 FROM asked AS r
-JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n
 """)
 
 

@@ -32,7 +32,7 @@ ME = """me AS MATERIALIZED (
 
 
 def claimed_sql(timeout: str, beside: str = "", condition: str = "true") -> str:
-    """Return the CTEs `claimed` and `noted`; `beside` and `condition` join what `timeout` needs to a run `r`."""
+    """Return the CTEs `claimed` and `feed_rows`; `beside` and `condition` join what `timeout` needs to a run `r`."""
     return f"""claimed AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'running', token = r.token + 1, attempt = r.attempt + 1, instance_id = %(me)s, instance = %(name)s,
@@ -41,7 +41,7 @@ def claimed_sql(timeout: str, beside: str = "", condition: str = "true") -> str:
     {beside}
     WHERE r.id = ANY (ARRAY(SELECT id FROM picked)) AND {condition}
     RETURNING r.*
-), noted AS (
+), feed_rows AS (
     {feed_insert_sql("claimed", "'running'")}
 )"""
 

@@ -58,7 +58,7 @@ WITH {before}ended AS (
     USING ended AS e
     WHERE {condition} AND r.id = e.id AND r.token = e.token AND {is_running()}
     RETURNING r.*, coalesce(e.state, 'succeeded') AS ended_as, e.result AS ended_with, e.error AS ended_by
-), noted AS (
+), feed_rows AS (
     {FEED_INSERT_ENDED}
 )
 {INSERT_FINISHED}"""

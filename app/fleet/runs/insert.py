@@ -78,10 +78,10 @@ WITH slots AS MATERIALIZED (
     JOIN slots AS s ON s.action_id = n.action_id AND s.key = n.key
     JOIN {{schema}}.actions AS a ON a.id = s.action_id
     RETURNING id, action_id, priority, run_at, events, attempt, instance
-), noted AS (
+), feed_rows AS (
     {feed_insert_sql("added", "'pending'")}
-), told AS (
+), notified AS (
     {notify_sql("added")}
 )
-SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)
+SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM notified)
 """)

@@ -1,24 +1,25 @@
-"""`overlap="skip"`: at most one run of the action is active, that is, waits or runs.
+"""`overlap="skip"`: at most one run of the action is active, that is, pending or running.
 
 Every transaction that makes a run of such an action active (a slot, a trigger, an operator's retry) does two things, in
 this order:
 
-    1  take the action's advisory lock, until the transaction ends
-    2  look for an active run, in a statement of its own
+    1  take the action's advisory lock, which is held until the transaction ends
+    2  look for an active run, in a separate statement
 
-Only a statement that begins after the lock was granted sees what the transaction that held it before has committed. A
-run that goes back to `pending` (a retry, a pause, the death of its instance) was active before and needs neither.
+Only a statement that begins after the lock was granted sees what the previous holder of the lock has committed. A run
+that becomes pending again (after a failure, a pause or the death of its instance) was active before and needs neither.
 
-The lock is advisory, and not the action's row, because a caller's transaction may stay open for as long as it likes:
-the scheduler, claims, a pause and the start of an instance work with the row meanwhile.
+The lock is advisory and is not the action's row, because a caller's transaction may stay open for any time: meanwhile
+the scheduler, claims, a pause and the start of an instance can use the row.
 
-    who                              while another transaction has the lock
-    scheduler                        leaves this action alone, schedules the others, and comes back
-    trigger and retry, on their own  wait for `LOCK_PATIENCE`, then `AlreadyActive`: the other one makes a run of it
-    trigger in a caller's session    waits for that transaction, in the caller's own
+    caller                               while another transaction has the lock
+    scheduler                            leaves this action out, schedules the others, and tries again
+    trigger and retry without session    wait for `LOCK_PATIENCE`, then raise `AlreadyActive`: the other transaction
+                                         makes a run active
+    trigger in a caller's session        waits for the other transaction
 
-It does not promise anything while two releases disagree about the option: a trigger goes by its own code, the
-scheduler and a retry by the table.
+Not guaranteed: anything while two releases disagree about the option. A trigger uses the option of its own code, the
+scheduler and a retry use the option in the table.
 
 Lock order: actions by id.
 """
@@ -33,14 +34,14 @@ from app.fleet.errors import AlreadyActive
 
 LOCK_PATIENCE = 1.0
 
-# A frozen process must not keep the lock for longer than a lease.
+# A frozen process must not hold the lock for longer than a lease.
 BOUND = Statement(f"""
 SELECT set_config('idle_in_transaction_session_timeout', '5000', true),
        set_config('lock_timeout', '{LOCK_PATIENCE * 1000:.0f}', true)
 """)
 UNBOUND = Statement("SET LOCAL lock_timeout TO DEFAULT")
 
-# In the order of the array, which is sorted.
+# PostgreSQL takes the locks in the order of the array, which is sorted.
 HOLD = Statement(f"""
 SELECT pg_advisory_xact_lock({{class}}, {Lock.ACTION.key(0)} + id) FROM unnest(%(actions)s::int[]) AS w (id)
 """)
@@ -78,7 +79,7 @@ async def hold(place: Place, namespace: Namespace, actions: Collection[int]) -> 
     if not isinstance(place, psycopg.AsyncConnection):
         await fetch(place, namespace.sql(HOLD), wanted)
     else:
-        # A connection of ours, and not the caller's session.
+        # A connection of the pool, and not a caller's session: the wait is bounded.
         await place.execute(namespace.sql(BOUND))
         try:
             await place.execute(namespace.sql(HOLD), wanted)

@@ -23,7 +23,7 @@ from app.fleet.db.namespace import Statement
 from app.fleet.runs.effects.events import EVENT_COLUMNS, event_insert_sql
 from app.fleet.runs.effects.feed import feed_insert_sql
 from app.fleet.runs.effects.notifications import notify_sql
-from app.fleet.runs.effects.retry_delay import usual_wait
+from app.fleet.runs.effects.retry_delay import retry_delay_sql
 from app.fleet.runs.effects.states import is_running
 from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_ORDERED
 
@@ -41,7 +41,7 @@ WITH own AS MATERIALIZED (
     SET state = 'pending',
         run_at = CASE
             WHEN b.paused THEN r.run_at
-            ELSE clock_timestamp() + make_interval(secs => coalesce(b.delay, {usual_wait()}))
+            ELSE clock_timestamp() + make_interval(secs => coalesce(b.delay, {retry_delay_sql()}))
         END,
         attempt = r.attempt - b.paused::int,
         error = coalesce(b.error, r.error),
@@ -53,12 +53,12 @@ WITH own AS MATERIALIZED (
     RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
 ), written AS (
     {event_insert_sql("back")}
-), noted AS (
+), feed_rows AS (
     {feed_insert_sql("back", "'pending'")}
-), told AS (
+), notified AS (
     {notify_sql("back")}
 )
-SELECT id FROM back, (SELECT count(*) FROM told) AS t
+SELECT id FROM back, (SELECT count(*) FROM notified) AS n
 """)
 
 PUT_BACK = Statement(f"""
@@ -71,7 +71,7 @@ WITH back AS (
               'the answer to its claim was lost on the way' AS why
 ), written AS (
     {event_insert_sql("back")}
-), noted AS (
+), feed_rows AS (
     {feed_insert_sql("back", "'pending'")}
 )
 SELECT action_id, priority, run_at, id FROM back
@@ -104,7 +104,7 @@ WITH lost AS MATERIALIZED (
 }
 ), failed AS (
     {INSERT_FINISHED}
-), noted_failed AS (
+), ended_feed_rows AS (
     {FEED_INSERT_ENDED}
 ), back AS (
     UPDATE {{schema}}.runs AS r
@@ -115,12 +115,12 @@ WITH lost AS MATERIALIZED (
     RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt AS ran, r.error AS why
 ), written AS (
     {event_insert_sql("back")}
-), noted AS (
+), feed_rows AS (
     {feed_insert_sql("back", "'pending'")}
-), told AS (
+), notified AS (
     {notify_sql(WAITING)}
 )
-SELECT (SELECT count(*) FROM lost), (SELECT count(*) FROM told)
+SELECT (SELECT count(*) FROM lost), (SELECT count(*) FROM notified)
 """)
 
 END_OVERDUE = Statement(f"""
@@ -138,18 +138,18 @@ WITH lost AS MATERIALIZED (
     RETURNING r.*, {ENDED_AS}, NULL AS ended_with, {ended_by("l.why")}
 ), failed AS (
     {INSERT_FINISHED}
-), noted_failed AS (
+), ended_feed_rows AS (
     {FEED_INSERT_ENDED}
 ), back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', error = l.why, deadline_at = NULL, events = r.events + 1,
-        run_at = clock_timestamp() + make_interval(secs => {usual_wait()})
+        run_at = clock_timestamp() + make_interval(secs => {retry_delay_sql()})
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.spent
     RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt AS ran, l.why
 ), written AS (
     {event_insert_sql("back")}
-), noted AS (
+), feed_rows AS (
     {feed_insert_sql("back", "'pending'")}
 )
 {notify_sql(WAITING)}

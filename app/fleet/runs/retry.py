@@ -45,9 +45,9 @@ WITH back AS (
     RETURNING *
 ), written AS (
     {ended_event_insert_sql("back")}
-), noted AS (
+), feed_rows AS (
     {feed_insert_sql("added", "'pending'")}
-), told AS (
+), notified AS (
     {notify_sql("added")}
 )
 {then}
@@ -61,7 +61,7 @@ REVIVE = Statement(
         f"""
 SELECT {ACTIVE_COLUMNS}
 FROM added AS r
-JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n
 """,
     )
 )
@@ -86,7 +86,7 @@ REVIVE_MANY = Statement(
         f"""id = ANY (ARRAY({ENDED}
         FOR UPDATE SKIP LOCKED
     ))""",
-        "SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM told)",
+        "SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM notified)",
     )
 )
 
@@ -107,12 +107,12 @@ WITH hurried AS (
     SET run_at = clock_timestamp()
     WHERE id = %(id)s AND state = 'pending' AND run_at > clock_timestamp()
     RETURNING *
-), told AS (
+), notified AS (
     {notify_sql("hurried")}
 )
 SELECT {ACTIVE_COLUMNS}
 FROM hurried AS r
-JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM told) AS t
+JOIN {{schema}}.actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n
 """)
 
 

@@ -14,7 +14,7 @@ reconciler.
 
 When very many queues become due at once, instances that all looked at all of them would mostly find runs that another
 instance has locked. So each instance takes its part of the queues, by the id of the action, and looks at the others
-after `OTHERS_DELAY`. The reconciler tells how many parts there are, and which one is ours.
+after `OTHERS_DELAY`. The reconciler reads how many parts there are, and which one is ours.
 
 The floor has no effect for an action with `concurrency`: each claim counts the running runs, through an index that
 keeps the entries of ended runs until vacuum. Under a long snapshot this takes about 6 ms for each 100,000 runs of the
@@ -49,7 +49,7 @@ class QueueKey(NamedTuple):
     priority: int
 
 
-# What a notification tells: an action, a priority, and from when on a run of it waits.
+# An entry of a notification: an action, a priority, and from when on a run of it waits.
 Waiting: TypeAlias = tuple[int, int, datetime]
 
 
@@ -64,7 +64,7 @@ class Queue:
     later: bool = False
     # The priority at which its runs are claimed.
     priority: int = 0
-    # Of a queue of ordered runs: where the scan of its keys is.
+    # Where the scan of the ordering keys is; only for a queue of ordered runs.
     cursor: ScanCursor | None = None
 
 
@@ -88,7 +88,7 @@ class Backlog:
         self._catalogue = catalogue
         self._clock = clock
         self._queues: dict[QueueKey, Queue] = {}
-        # What was added during a claim, whose answer cannot contain it.
+        # The queues that were added during a claim: its answer cannot contain them.
         self._added: dict[QueueKey, datetime] | None = None
 
     # -- what there is to claim ---------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Claimant:
         self._catalogue = catalogue
         # Whether ordered runs are claimed before the other runs of their priority: they take turns.
         self._ordered_first = False
-        # Of the present claim: queues in which no more runs are due now, and some are due later.
+        # The queues of the present claim in which no more runs are due now, and some are due later.
         self._later: list[QueueKey] = []
 
     async def claim(
@@ -93,7 +93,7 @@ class Claimant:
             if self._later:
                 await self._read_next_due(connection, self._later, now)
         except psycopg.Error:
-            # What was claimed before the error is ours, and must be executed. The reconciler finds the rest.
+            # The runs that were claimed before the error are ours, and must be executed. The reconciler finds the rest.
             if not rows:
                 raise
         return rows

@@ -24,7 +24,7 @@ nothing: the next instance would get them a millisecond later and find the actio
 
 "Now" is PostgreSQL's time in both statements. The instance's own clock only decides when to look.
 
-The leader waits for the next slot and is punctual. The others look `BACK_UP` later, at times that the reconciler tells
+The leader waits for the next slot and is punctual. The others look `BACK_UP` later, at times that the reconciler gives
 them. So an idle cluster sends no more statements for having more instances. An instance schedules only the actions that
 its code has.
 """
@@ -231,7 +231,7 @@ class Scheduler(Service):
     async def _insert(self, connection: Connection, due: Sequence[tuple[Any, ...]]) -> None:
         actions, slots, jitters, alone = [], [], [], []
         moved, were, nexts = [], [], []
-        # Of a thousand actions that are due at one moment, many have the same schedule.
+        # Many of a thousand actions that are due at one moment have the same schedule.
         known: dict[tuple[str, str, datetime], tuple[Sequence[datetime], datetime]] = {}
         for identifier, schedule, misfire, overlap, next_run_at, now in due:
             # The options in the table count, and not those of this code: releases may be mixed.

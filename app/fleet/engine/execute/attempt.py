@@ -31,7 +31,7 @@ class Ending(enum.StrEnum):
     FENCED = "fenced"
     # The executor pauses: the run goes back to pending.
     PAUSED = "paused"
-    # Somebody requested it.
+    # A request to cancel the run has come.
     CANCELLED = "cancelled"
     # The deadline has passed.
     TIMEOUT = "timeout"

@@ -1,11 +1,10 @@
-"""Tasks that an action starts: none of them ends the process.
+"""Tasks that an action starts: none of them can end the process.
 
-asyncio hands an exception of a task to whoever awaits the task, except for SystemExit and KeyboardInterrupt: those two
-leave the event loop, and with it the process ends, with every other attempt and request in it. In a task that was
-started within an attempt, they become an exception like any other (`RuntimeError`). Tasks of the service itself are
-left as they are.
+asyncio keeps an exception of a task for the code that awaits the task, except SystemExit and KeyboardInterrupt. These
+two leave the event loop, and the process ends with all other attempts and requests in it. In a task that was started
+within an attempt, they become a `RuntimeError`. Tasks of the service itself are not changed.
 
-What it does not promise: anything about callbacks that an action gives to the event loop by itself (`call_soon`).
+Not guaranteed: anything about callbacks that an action gives to the event loop itself (`call_soon`).
 """
 
 import asyncio
@@ -18,7 +17,7 @@ Step = Callable[..., Any]
 
 
 class Contained(Coroutine[Any, Any, Any]):
-    """A coroutine whose steps raise neither of the two."""
+    """A coroutine whose steps raise neither SystemExit nor KeyboardInterrupt."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
@@ -36,7 +35,7 @@ class Contained(Coroutine[Any, Any, Any]):
         return self._inner.__await__()
 
     def __getattr__(self, name: str) -> Any:
-        # What asyncio shows of a task: its name, its frame, its code.
+        # asyncio shows these attributes of a task: its name, its frame, its code.
         return getattr(self._inner, name)
 
 
@@ -48,7 +47,7 @@ def contained(step: Step, *given: Any) -> Any:
 
 
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Have each task of this loop contained that is started within an attempt. A second call changes nothing."""
+    """Contain each task of this loop that is started within an attempt. A second call changes nothing."""
     former: Any = loop.get_task_factory()
     if getattr(former, "contains_tasks", False):
         return

@@ -114,7 +114,7 @@ class Executor(Service):
         attempt.task = asyncio.Task(self._execute(attempt, action), loop=self._loop)
 
     def cancel(self, run_id: int) -> None:
-        """Cancel the attempt at this run, if it runs here: somebody requested it."""
+        """Cancel the attempt at this run, if it runs here, on request."""
         if attempt := self._running.get(run_id):
             self._end(attempt, Ending.CANCELLED)
 

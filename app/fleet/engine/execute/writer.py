@@ -15,8 +15,9 @@ No statement waits for a row that another transaction has locked. Writes for a l
 after `LOCKED_RETRY`. So a transaction that stays open delays the run whose row it holds, and no other.
 
 Every statement requires the attempt's token and the state `running`. If a row does not match, the run was taken over:
-the write is refused and counted, and the attempt is ended. When a connection breaks during a statement, nobody knows
-whether PostgreSQL executed it. So it is sent again, and `batches.py` tells our own earlier write from a takeover.
+the write is refused and counted, and the attempt is ended. When a connection breaks during a statement, it is
+unknown whether PostgreSQL executed it. So it is sent again, and `batches.py` distinguishes our own earlier write from a
+takeover.
 
     failure                                   effect
     the process dies before the statement     the run is taken over and attempted again

@@ -1,4 +1,4 @@
-"""The reconciler: one statement every two seconds that finds whatever a notification should have told.
+"""The reconciler: one statement every two seconds that finds what lost notifications have missed.
 
 Notifications make the engine quick, and any of them may be lost. The rows of `READ_ALL` make it right:
 

@@ -1,4 +1,4 @@
-"""The rescuer: makes runs pending again whose attempt has ended without a word.
+"""The rescuer: makes runs pending again whose attempt has ended without a record.
 
     case                        when                                                      error of the run
     the instance is gone        in the transaction that declares it gone (`Rescue`). If   the instance died
@@ -42,7 +42,7 @@ LIMIT 100
 
 
 class Rescue:
-    """What declaring an instance gone does to its runs, in the same transaction (`registry.DeathHook`)."""
+    """Rescues the runs of an instance in the transaction that declares it gone (`registry.GoneHook`)."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._sql = namespace.sql

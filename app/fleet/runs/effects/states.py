@@ -1,12 +1,12 @@
-"""The state of a run in a statement's condition, in one place.
+"""Conditions on the state of a run, which all statements share.
 
-A statement that changes a run says which state it must be in, never which one it must not be in: a state that is added
-later is then refused by every statement that does not name it.
+A statement that changes a run names the state that the run must have, and never a state that it must not have. A state
+that a later release adds is then refused by every statement that does not name it.
 
-Both conditions compare under the collation "C", which changes nothing about equality. But the planner no longer proves
-a partial index (`WHERE state = 'running'`) from them. Statements that look a row up by its id use them, and so read
-the primary key alone: while the table is empty, walking through a partial index seems to cost nothing, and under a
-held snapshot that is a walk through every entry that vacuum could not remove yet. Statements that search for runs in a
+Both conditions compare under the collation "C", which does not change equality, but keeps the planner from using a
+partial index (`WHERE state = 'running'`). Statements that find a row by its id use these conditions, and so read the
+primary key alone. Otherwise, while the table is empty, a walk through a partial index seems to cost nothing, and under
+a held snapshot that walk passes every entry that vacuum could not remove yet. Statements that search for runs in a
 state say `state = 'running'`, and use the index.
 """
 
