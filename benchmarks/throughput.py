@@ -26,7 +26,6 @@ from pathlib import Path
 
 from app.fleet.db.embedded import USER
 from app.fleet.db.namespace import Namespace
-from app.fleet.runs.effects.ordering import stored_priority
 from app.fleet.runs.insert import INSERT, INSERT_ORDERED
 from benchmarks import peers
 from benchmarks.conditions import ACTIONS, durable_server
@@ -134,8 +133,6 @@ def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs:
             "trigger": "code",
             "mark": None,
         }
-        if keys:
-            batch["priorities"] = [stored_priority(0, "in a line")] * AT_ONCE
         for first in range(0, runs, AT_ONCE):
             if keys:
                 batch["ordering_keys"] = [f"line-{number % keys}" for number in range(first, first + AT_ONCE)]

@@ -29,34 +29,11 @@ LEFT JOIN LATERAL (
     WHERE last.action_id = a.id AND last.state = s.state
 ) AS e ON true
 LEFT JOIN LATERAL (
-    
-    WITH RECURSIVE priorities AS (
-        (
-            SELECT priority
-            FROM "flotilla".runs
-            WHERE state = 'pending' AND action_id = a.id
-            ORDER BY priority
-            LIMIT 1
-        )
-        UNION ALL
-        SELECT n.priority
-        FROM priorities AS p, LATERAL (
-            SELECT priority
-            FROM "flotilla".runs
-            WHERE state = 'pending' AND action_id = a.id AND priority > p.priority
-            ORDER BY priority
-            LIMIT 1
-        ) AS n
-    )
-
-    SELECT max(q.id) AS last
-    FROM priorities AS p, LATERAL (
-        SELECT id
-        FROM "flotilla".runs
-        WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
-        ORDER BY run_at DESC, id DESC
-        LIMIT 1
-    ) AS q
+    SELECT q.id AS last
+    FROM "flotilla".runs AS q
+    WHERE q.state = 'pending' AND (q.action_id, q.id) > (a.id, 0) AND (q.action_id, q.id) <= (a.id, 9223372036854775807)
+    ORDER BY q.action_id DESC, q.id DESC
+    LIMIT 1
 ) AS w ON true
 WHERE %(name)s::text IS NULL OR a.name = %(name)s
 ORDER BY a.name

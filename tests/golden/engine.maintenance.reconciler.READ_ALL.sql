@@ -1,23 +1,44 @@
-WITH RECURSIVE place AS (
-    (SELECT action_id, priority FROM "flotilla".runs WHERE state = 'pending' ORDER BY action_id, priority LIMIT 1)
-    UNION ALL
-    SELECT n.action_id, n.priority
-    FROM place AS p, LATERAL (
-        SELECT action_id, priority
+WITH RECURSIVE queues_by_priority AS (
+    (
+        SELECT action_id, priority, ordering_key, run_at
         FROM "flotilla".runs
-        WHERE state = 'pending' AND (action_id, priority) > (p.action_id, p.priority)
-        ORDER BY action_id, priority
+        WHERE state = 'pending' AND ordering_key IS NULL
+        ORDER BY action_id, priority, run_at
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT n.*
+    FROM queues_by_priority AS q, LATERAL (
+        SELECT action_id, priority, ordering_key, run_at
+        FROM "flotilla".runs
+        WHERE state = 'pending' AND ordering_key IS NULL AND (action_id, priority) > (q.action_id, q.priority)
+        ORDER BY action_id, priority, run_at
         LIMIT 1
     ) AS n
+), queues_of_ordered AS (
+    (
+        SELECT action_id, priority, ordering_key, run_at
+        FROM "flotilla".runs
+        WHERE state = 'pending' AND ordering_key IS NOT NULL
+        ORDER BY action_id, run_at
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT n.*
+    FROM queues_of_ordered AS q, LATERAL (
+        SELECT action_id, priority, ordering_key, run_at
+        FROM "flotilla".runs
+        WHERE state = 'pending' AND ordering_key IS NOT NULL AND action_id > q.action_id
+        ORDER BY action_id, run_at
+        LIMIT 1
+    ) AS n
+), queues AS (
+    SELECT * FROM queues_by_priority
+    UNION ALL
+    SELECT * FROM queues_of_ordered
 )
-SELECT 'place' AS kind, p.action_id::int8 AS id, p.priority::int8 AS number, f.run_at AS at, false AS flag
-FROM place AS p, LATERAL (
-    SELECT run_at
-    FROM "flotilla".runs
-    WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
-    ORDER BY run_at
-    LIMIT 1
-) AS f
+SELECT 'queue' AS kind, action_id::int8 AS id, CASE WHEN ordering_key IS NULL THEN priority END::int8 AS number, run_at AS at, false AS flag
+FROM queues
 UNION ALL
 SELECT 'mine', id, token, NULL, cancel_requested_at IS NOT NULL
 FROM "flotilla".runs

@@ -14,12 +14,13 @@ WITH gone AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
+        SELECT format('%%s:%%s:%%s', action_id, queue_priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8)
+                   AS queue,
                row_number() OVER () / 200 AS page
-        FROM (
-    SELECT action_id, priority, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
-) AS n
-        GROUP BY action_id, priority
+        FROM (SELECT action_id, run_at, CASE WHEN ordering_key IS NULL THEN priority END AS queue_priority FROM (
+    SELECT action_id, priority, ordering_key, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
+) AS n) AS q
+        GROUP BY action_id, queue_priority
     ) AS p
     GROUP BY page
 

@@ -13,7 +13,7 @@ WITH me AS MATERIALIZED (
                  * CASE WHEN pg_column_compression(payload) IS NULL THEN 1 ELSE 100 END, 0) + coalesce(pg_column_size(checkpoint)
                  * CASE WHEN pg_column_compression(checkpoint) IS NULL THEN 1 ELSE 100 END, 0) ELSE 0 END AS weight
         FROM "flotilla".runs
-        WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
+        WHERE state = 'pending' AND ordering_key IS NULL AND action_id = p.action_id AND priority = p.priority
           AND run_at >= p.floor AND run_at <= statement_timestamp()
         ORDER BY run_at, id
         LIMIT coalesce((
@@ -54,5 +54,5 @@ WITH me AS MATERIALIZED (
     GROUP BY 1, 2
     
 )
-SELECT id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for, payload::text,
-       checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at, (SELECT many FROM total WHERE weight > 16777216) FROM claimed
+SELECT id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for,
+       payload::text, checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at, (SELECT many FROM total WHERE weight > 16777216) FROM claimed

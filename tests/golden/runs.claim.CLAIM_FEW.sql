@@ -10,7 +10,7 @@ WITH me AS MATERIALIZED (
     FROM (SELECT * FROM places ORDER BY place) AS p, LATERAL (
         SELECT id, 0 AS weight
         FROM "flotilla".runs
-        WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
+        WHERE state = 'pending' AND ordering_key IS NULL AND action_id = p.action_id AND priority = p.priority
           AND run_at >= p.floor AND run_at <= statement_timestamp()
         ORDER BY run_at, id
         LIMIT coalesce((
@@ -41,5 +41,5 @@ WITH me AS MATERIALIZED (
     GROUP BY 1, 2
     
 )
-SELECT id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for, payload::text,
-       checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at, NULL::int8 FROM claimed
+SELECT id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for,
+       payload::text, checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at, NULL::int8 FROM claimed

@@ -5,13 +5,13 @@ WITH RECURSIVE me AS MATERIALIZED (
     FROM me, "flotilla".actions AS a
     WHERE a.id = %(action)s::int AND a.paused_at IS NULL
       AND (%(counted)s OR (a.concurrency IS NULL AND a.rate_interval IS NULL))
-), line AS (
+), scan AS (
     SELECT %(after)s::text COLLATE "C" AS key, %(wrapped)s::bool AS wrapped, 0 AS looked, 0 AS found,
            NULL::int8 AS head, NULL::timestamptz AS later
     FROM open
     UNION ALL
-    SELECT n.ordering_key, n.wrapped, l.looked + 1, l.found + n.free::int, CASE WHEN n.free THEN n.id END, n.later
-    FROM line AS l, LATERAL (
+    SELECT n.ordering_key, n.wrapped, s.looked + 1, s.found + n.free::int, CASE WHEN n.free THEN n.id END, n.later
+    FROM scan AS s, LATERAL (
         SELECT h.id, h.ordering_key, h.wrapped, 
         CASE
             WHEN h.state = 'pending' AND h.run_at <= statement_timestamp() THEN (
@@ -27,26 +27,26 @@ WITH RECURSIVE me AS MATERIALIZED (
             (
                 SELECT *
                 FROM (
-                    SELECT id, ordering_key, state, run_at, l.wrapped
+                    SELECT id, ordering_key, state, run_at, s.wrapped
                     FROM "flotilla".runs
-                    WHERE action_id = %(action)s::int AND ordering_key > l.key
+                    WHERE action_id = %(action)s::int AND ordering_key > s.key
                     ORDER BY ordering_key, id
                     LIMIT 1
                 ) AS next
-                WHERE NOT l.wrapped OR ordering_key <= %(start)s::text
+                WHERE NOT s.wrapped OR ordering_key <= %(start)s::text
             )
             UNION ALL
             (
                 SELECT id, ordering_key, state, run_at, true
                 FROM "flotilla".runs
-                WHERE NOT l.wrapped AND action_id = %(action)s::int AND ordering_key <= %(start)s::text
+                WHERE NOT s.wrapped AND action_id = %(action)s::int AND ordering_key <= %(start)s::text
                 ORDER BY ordering_key, id
                 LIMIT 1
             )
             LIMIT 1
         ) AS h
     ) AS n
-    WHERE l.looked < %(looks)s AND l.found < %(most)s
+    WHERE s.looked < %(looks)s AND s.found < %(most)s
 ), ended AS MATERIALIZED (
     SELECT h.id, 
         CASE
@@ -67,10 +67,10 @@ WITH RECURSIVE me AS MATERIALIZED (
         LIMIT 1
     ) AS h
 ), heads AS (
-    SELECT head, later FROM line
+    SELECT head, later FROM scan
     UNION ALL
-    -- Without those that the scan has met: each would take the room of two.
-    SELECT CASE WHEN free THEN id END, later FROM ended WHERE id NOT IN (SELECT head FROM line WHERE head IS NOT NULL)
+    -- Without the heads that the scan has found: each would be counted twice.
+    SELECT CASE WHEN free THEN id END, later FROM ended WHERE id NOT IN (SELECT head FROM scan WHERE head IS NOT NULL)
 ), found AS MATERIALIZED (
     SELECT r.id, r.weight
     FROM heads AS h, LATERAL (
@@ -113,9 +113,9 @@ WITH RECURSIVE me AS MATERIALIZED (
 SELECT came.*, c.*
 FROM (
     SELECT key, wrapped, looked, found, (SELECT min(later) FROM heads) AS later, (SELECT many FROM total) AS ready
-    FROM line
+    FROM scan
     ORDER BY looked DESC
     LIMIT 1
 ) AS came
-LEFT JOIN (SELECT id, action_id, token, attempt, deaths, max_attempts, priority + 10000, trigger, scheduled_for, payload::text,
-       checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at FROM claimed) AS c ON true
+LEFT JOIN (SELECT id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for,
+       payload::text, checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at FROM claimed) AS c ON true

@@ -5,7 +5,7 @@ WITH added AS (
                 %(max_attempts)s::int[], %(payloads)s::text[])
          WITH ORDINALITY AS o (ordering_key, action_id, priority, run_at, max_attempts, payload, ordinal)
     ORDER BY ordinal
-    RETURNING id, run_at, created_at, action_id, priority, events, attempt, instance
+    RETURNING id, run_at, created_at, action_id, priority, ordering_key, events, attempt, instance
 ), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
@@ -18,10 +18,11 @@ WITH added AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
+        SELECT format('%%s:%%s:%%s', action_id, queue_priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8)
+                   AS queue,
                row_number() OVER () / 200 AS page
-        FROM added
-        GROUP BY action_id, priority
+        FROM (SELECT action_id, run_at, CASE WHEN ordering_key IS NULL THEN priority END AS queue_priority FROM added) AS q
+        GROUP BY action_id, queue_priority
     ) AS p
     GROUP BY page
 

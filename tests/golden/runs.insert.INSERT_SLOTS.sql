@@ -14,7 +14,7 @@ WITH slots AS MATERIALIZED (
             SELECT r.id
             FROM "flotilla".runs AS r
             WHERE r.action_id = s.action_id AND r.state = 'pending'
-            ORDER BY r.action_id, r.priority, r.run_at, r.id
+            ORDER BY r.action_id, r.id
             LIMIT 1
         )
     ) IS NOT NULL)
@@ -32,7 +32,7 @@ WITH slots AS MATERIALIZED (
     FROM new AS n
     JOIN slots AS s ON s.action_id = n.action_id AND s.key = n.key
     JOIN "flotilla".actions AS a ON a.id = s.action_id
-    RETURNING id, action_id, priority, run_at, events, attempt, instance
+    RETURNING id, action_id, priority, ordering_key, run_at, events, attempt, instance
 ), feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
@@ -45,10 +45,11 @@ WITH slots AS MATERIALIZED (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
+        SELECT format('%%s:%%s:%%s', action_id, queue_priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8)
+                   AS queue,
                row_number() OVER () / 200 AS page
-        FROM added
-        GROUP BY action_id, priority
+        FROM (SELECT action_id, run_at, CASE WHEN ordering_key IS NULL THEN priority END AS queue_priority FROM added) AS q
+        GROUP BY action_id, queue_priority
     ) AS p
     GROUP BY page
 

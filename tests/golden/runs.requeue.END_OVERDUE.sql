@@ -42,7 +42,7 @@ FROM gone AS g
         ))
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.spent
-    RETURNING r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.run_at, r.action_id, r.priority, r.attempt AS ran, l.why
+    RETURNING r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.run_at, r.action_id, r.priority, r.ordering_key, r.attempt AS ran, l.why
 ), written AS (
     
     INSERT INTO "flotilla".run_events (run_id, seq, kind, data, at)
@@ -66,13 +66,14 @@ FROM gone AS g
 
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
+        SELECT format('%%s:%%s:%%s', action_id, queue_priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8)
+                   AS queue,
                row_number() OVER () / 200 AS page
-        FROM (
-    SELECT action_id, priority, run_at FROM back UNION ALL SELECT * FROM (
-    SELECT action_id, priority, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
+        FROM (SELECT action_id, run_at, CASE WHEN ordering_key IS NULL THEN priority END AS queue_priority FROM (
+    SELECT action_id, priority, ordering_key, run_at FROM back UNION ALL SELECT * FROM (
+    SELECT action_id, priority, ordering_key, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
 ) AS n
-) AS w
-        GROUP BY action_id, priority
+) AS w) AS q
+        GROUP BY action_id, queue_priority
     ) AS p
     GROUP BY page

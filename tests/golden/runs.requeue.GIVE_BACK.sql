@@ -22,7 +22,7 @@ WITH own AS MATERIALIZED (
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(pauses)s::bool[], %(delays)s::float8[], %(errors)s::text[])
          AS b (id, token, paused, delay, error)
     WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = b.id AND r.token = b.token AND r.state COLLATE "C" = 'running'
-    RETURNING r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.run_at, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
+    RETURNING r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.run_at, r.action_id, r.priority, r.ordering_key, r.attempt + b.paused::int AS ran, b.error AS why
 ), written AS (
     
     INSERT INTO "flotilla".run_events (run_id, seq, kind, data, at)
@@ -46,10 +46,11 @@ WITH own AS MATERIALIZED (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
+        SELECT format('%%s:%%s:%%s', action_id, queue_priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8)
+                   AS queue,
                row_number() OVER () / 200 AS page
-        FROM back
-        GROUP BY action_id, priority
+        FROM (SELECT action_id, run_at, CASE WHEN ordering_key IS NULL THEN priority END AS queue_priority FROM back) AS q
+        GROUP BY action_id, queue_priority
     ) AS p
     GROUP BY page
 

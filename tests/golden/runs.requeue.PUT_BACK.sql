@@ -3,7 +3,7 @@ WITH back AS (
     SET state = 'pending', attempt = r.attempt - 1, deadline_at = NULL, events = r.events + 1
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS u (id, token)
     WHERE r.id = u.id AND r.token = u.token AND r.state COLLATE "C" = 'running'
-    RETURNING r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.run_at, r.action_id, r.priority, r.attempt + 1 AS ran,
+    RETURNING r.id, r.events, r.running_seq, r.started_at, r.instance, r.attempt, r.run_at, r.action_id, r.priority, r.ordering_key, r.attempt + 1 AS ran,
               'the answer to its claim was lost on the way' AS why
 ), written AS (
     
@@ -25,4 +25,4 @@ WITH back AS (
     GROUP BY 1, 2
     
 )
-SELECT action_id, priority, run_at, id FROM back
+SELECT action_id, CASE WHEN ordering_key IS NULL THEN priority END, run_at, id FROM back

@@ -48,10 +48,11 @@ WITH back AS (
     
     SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
     FROM (
-        SELECT format('%%s:%%s:%%s', action_id, priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8) AS queue,
+        SELECT format('%%s:%%s:%%s', action_id, queue_priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8)
+                   AS queue,
                row_number() OVER () / 200 AS page
-        FROM added
-        GROUP BY action_id, priority
+        FROM (SELECT action_id, run_at, CASE WHEN ordering_key IS NULL THEN priority END AS queue_priority FROM added) AS q
+        GROUP BY action_id, queue_priority
     ) AS p
     GROUP BY page
 

@@ -20,7 +20,6 @@ from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import EngineError
 from app.fleet.runs.claim import CLAIM
 from app.fleet.runs.claim_ordered import CLAIM_ORDERED
-from app.fleet.runs.effects.ordering import ORDERED, queue_priority, stored_priority
 from app.fleet.runs.end import FINISH
 from app.fleet.runs.retry import retry_run
 from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, EngineHarness, declare, engine_harness
@@ -133,7 +132,7 @@ RETURNING id
 
 
 def insert(session: psycopg.Connection[TupleRow], here: EngineHarness) -> int:
-    row = session.execute(INSERT, [here.catalogue.id_of("tick"), ORDERED]).fetchone()
+    row = session.execute(INSERT, [here.catalogue.id_of("tick"), 0]).fetchone()
     assert row is not None
     return int(row[0])
 
@@ -180,7 +179,7 @@ async def test_two_claims_that_saw_different_heads_do_not_both_take_one(address:
 
 async def claim_on(one: Claiming, connection: Any) -> list[Claimed]:
     now = asyncio.get_running_loop().time()
-    one.backlog.add(one.harness.catalogue.id_of("tick"), ORDERED, datetime(2020, 1, 1, tzinfo=UTC), now)
+    one.backlog.add(one.harness.catalogue.id_of("tick"), None, datetime(2020, 1, 1, tzinfo=UTC), now)
     rows = await one.claimant.claim(connection, one.identity, one.backlog.due(now), 10, now)
     return [Claimed(row[0], row[2], row[6]) for row in rows]
 
@@ -278,7 +277,7 @@ async def told(one: Claiming, name: str = "tick") -> None:
     ((server_now,),) = await one.harness.sql("SELECT clock_timestamp()")
     one.clock.learn(server_now, now)
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
-    one.backlog.add(one.harness.catalogue.id_of(name), ORDERED, long_ago, now)
+    one.backlog.add(one.harness.catalogue.id_of(name), None, long_ago, now)
 
 
 async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_look_at_the_others(address: str) -> None:
@@ -287,7 +286,7 @@ async def test_where_a_run_has_ended_the_next_of_its_line_is_found_without_a_loo
             await line(here, key, 2)
         one = await here.instance("one")
         assert len(await one.claim()) == 3
-        ring = one.backlog._queues[QueueKey(here.catalogue.id_of("tick"), ORDERED)].cursor
+        ring = one.backlog._queues[QueueKey(here.catalogue.id_of("tick"), None)].cursor
         assert isinstance(ring, ScanCursor)
         assert await one.claim(everywhere=False) == [], "nobody is told of anything"
         (first,) = await here.sql("DELETE FROM runs WHERE ordering_key = 'b' AND state = 'running' RETURNING id")
@@ -322,7 +321,7 @@ async def test_a_line_that_is_asked_for_and_come_past_takes_nobodys_room(address
         assert len(await one.claim()) == 4
         await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
         await told(one)
-        ring = one.backlog._queues[QueueKey(here.catalogue.id_of("tick"), ORDERED)].cursor
+        ring = one.backlog._queues[QueueKey(here.catalogue.id_of("tick"), None)].cursor
         assert isinstance(ring, ScanCursor)
         # All are asked for, and of what is left of the round, two are met.
         ring.ask(["x", "y", "a", "b"])
@@ -545,7 +544,7 @@ async def test_a_claim_of_heads_goes_by_the_lines_even_if_it_was_planned_on_an_e
             ((plan,),) = await (await connection.execute(explain, prepare=False)).fetchall()
         await dedicated.close()
         used = [scan.get("Index Name") for scan in scans(plan[0]["Plan"], "runs")]
-        assert sorted(set(map(str, used))) == ["runs_lines", "runs_lines_running", "runs_pkey"], used
+        assert sorted(set(map(str, used))) == ["runs_ordered", "runs_ordered_running", "runs_pkey"], used
 
 
 def scans(plan: dict[str, Any], relation: str) -> list[dict[str, Any]]:
@@ -601,7 +600,11 @@ async def test_what_is_no_key_is_refused_before_anything_is_written(address: str
         assert await here.sql("SELECT id FROM runs") == []
 
 
-@pytest.mark.parametrize(("priority", "place"), [(0, 0), (-1000, -1000), (1000, 1000), (-10_000, ORDERED)])
-def test_lines_wait_at_a_place_that_no_priority_has(priority: int, place: int) -> None:
-    assert queue_priority(priority) == place
-    assert {queue_priority(stored_priority(given, "a")) for given in (-1000, 0, 1000)} == {ORDERED}
+@pytest.mark.parametrize("priority", [-1000, 0, 1000])
+async def test_a_claim_by_priority_never_takes_an_ordered_run(address: str, priority: int) -> None:
+    async with engine_harness(address, declare()) as here:
+        await line(here, "a", 2, priority=priority)
+        one, now = await here.instance("one"), asyncio.get_running_loop().time()
+        one.backlog.add(here.catalogue.id_of("tick"), priority, datetime(2020, 1, 1, tzinfo=UTC), now)
+        async with here.database.connection() as connection:
+            assert await one.claimant.claim(connection, one.identity, one.backlog.due(now), 10, now) == []

@@ -23,6 +23,7 @@ from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.lifecycle import Lifecycle
+from app.fleet.runs.effects.notifications import QUEUE_PRIORITY
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.relay import Relay
 from app.settings import Settings
@@ -128,8 +129,8 @@ class Claiming:
         if everywhere:
             ((server_now,),) = await self.harness.sql("SELECT clock_timestamp()")
             self.clock.learn(server_now, now)
-            places = "SELECT action_id, priority, min(run_at) FROM runs WHERE state = 'pending' GROUP BY 1, 2"
-            for action_id, priority, run_at in await self.harness.sql(places):
+            queues = f"SELECT action_id, {QUEUE_PRIORITY}, min(run_at) FROM runs WHERE state = 'pending' GROUP BY 1, 2"
+            for action_id, priority, run_at in await self.harness.sql(queues):
                 self.backlog.add(action_id, priority, run_at, now)
         async with self.harness.database.autocommit() as connection:
             rows = await self.claimant.claim(connection, self.identity, self.backlog.due(now), room, now)

@@ -146,12 +146,18 @@ def upgrade() -> None:
             "autovacuum_analyze_scale_factor": "0.5",
         },
     )
-    # In this order: of two indexes that cost the same, the planner takes the newer one (`runs_lines_running`).
+    # In this order: of two indexes that cost the same, the planner takes the newer one (`runs_ordered_running`).
     op.create_index(
         "runs_pending",
         "runs",
         ["action_id", "priority", "run_at", "id"],
-        postgresql_where=sa.text("state = 'pending'"),
+        postgresql_where=sa.text("state = 'pending' AND ordering_key IS NULL"),
+    )
+    op.create_index(
+        "runs_ordered_pending",
+        "runs",
+        ["action_id", "run_at"],
+        postgresql_where=sa.text("state = 'pending' AND ordering_key IS NOT NULL"),
     )
     op.create_index(
         "runs_running",
@@ -160,13 +166,13 @@ def upgrade() -> None:
         postgresql_where=sa.text("state = 'running'"),
     )
     op.create_index(
-        "runs_lines",
+        "runs_ordered",
         "runs",
         ["action_id", "ordering_key", "id"],
         postgresql_where=sa.text("ordering_key IS NOT NULL"),
     )
     op.create_index(
-        "runs_lines_running",
+        "runs_ordered_running",
         "runs",
         ["action_id", "ordering_key"],
         unique=True,

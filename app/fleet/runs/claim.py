@@ -46,12 +46,9 @@ def claimed_sql(timeout: str, beside: str = "", condition: str = "true") -> str:
 )"""
 
 
-def claimed_columns(priority: str = "priority") -> str:
-    """Return the columns of a claimed run: first those of an `Attempt`, then what the dispatcher needs."""
-    return f"""id, action_id, token, attempt, deaths, max_attempts, {priority}, trigger, scheduled_for, payload::text,
-       checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at"""
-
-
+# The columns of a claimed run: first those of an `Attempt`, then what the dispatcher needs.
+CLAIMED_COLUMNS = """id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for,
+       payload::text, checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at"""
 # Positions in a claimed row: `WIDTH` columns of an attempt, whether its cancellation is requested, and `run_at`.
 WIDTH = 13
 ACTION, PRIORITY, KEY, RUN_AT = 1, 6, 12, WIDTH + 1
@@ -107,7 +104,7 @@ WITH {ME}, places AS (
     FROM (SELECT * FROM places ORDER BY place) AS p, LATERAL (
         SELECT id, {weight} AS weight
         FROM {{schema}}.runs
-        WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
+        WHERE state = 'pending' AND ordering_key IS NULL AND action_id = p.action_id AND priority = p.priority
           AND run_at >= p.floor AND run_at <= statement_timestamp()
         ORDER BY run_at, id
         LIMIT coalesce((
@@ -122,7 +119,7 @@ WITH {ME}, places AS (
     ORDER BY p.place
     LIMIT %(room)s
 ), {picked}, {claimed_sql("p.timeout", "FROM places AS p", "p.action_id = r.action_id AND p.priority = r.priority")}
-SELECT {claimed_columns()}, {too_many} FROM claimed
+SELECT {CLAIMED_COLUMNS}, {too_many} FROM claimed
 """
 
 
@@ -172,7 +169,8 @@ SELECT p.action_id, p.priority, f.run_at
 FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority), LATERAL (
     SELECT run_at
     FROM {schema}.runs
-    WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority AND run_at >= %(claimed_at)s
+    WHERE state = 'pending' AND ordering_key IS NULL AND action_id = p.action_id AND priority = p.priority
+      AND run_at >= %(claimed_at)s
     ORDER BY run_at
     LIMIT 1
 ) AS f

@@ -26,7 +26,7 @@ FEED_INSERT_ENDED = feed_insert_sql("gone", "ended_as", "events + 1")
 # The ordering keys of the ended runs, for `notify_sql`: their next runs may be claimed now. When an attempt ends here,
 # its own instance knows that; a notification is for an end that another instance or an operator makes.
 NEXT_OF_ORDERED = """(
-    SELECT action_id, priority, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
+    SELECT action_id, priority, ordering_key, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
 ) AS n"""
 
 INSERT_FINISHED = """

@@ -33,7 +33,7 @@ WITH added AS (
                 %(max_attempts)s::int[], %(payloads)s::text[])
          WITH ORDINALITY AS o ({columns}action_id, priority, run_at, max_attempts, payload, ordinal)
     ORDER BY ordinal
-    RETURNING id, run_at, created_at, action_id, priority, events, attempt, instance
+    RETURNING id, run_at, created_at, action_id, priority, ordering_key, events, attempt, instance
 ), feed_rows AS (
     {feed_insert_sql("added", "'pending'")}
 ), notified AS (
@@ -77,7 +77,7 @@ WITH slots AS MATERIALIZED (
     FROM new AS n
     JOIN slots AS s ON s.action_id = n.action_id AND s.key = n.key
     JOIN {{schema}}.actions AS a ON a.id = s.action_id
-    RETURNING id, action_id, priority, run_at, events, attempt, instance
+    RETURNING id, action_id, priority, ordering_key, run_at, events, attempt, instance
 ), feed_rows AS (
     {feed_insert_sql("added", "'pending'")}
 ), notified AS (

@@ -64,7 +64,7 @@ def active_run(action_id: str) -> str:
             SELECT r.id
             FROM {{schema}}.runs AS r
             WHERE r.action_id = {action_id} AND r.state = 'pending'
-            ORDER BY r.action_id, r.priority, r.run_at, r.id
+            ORDER BY r.action_id, r.id
             LIMIT 1
         )
     )"""

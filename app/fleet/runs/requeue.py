@@ -22,13 +22,16 @@ from app.fleet.cluster.registry import BATCH
 from app.fleet.db.namespace import Statement
 from app.fleet.runs.effects.events import EVENT_COLUMNS, event_insert_sql
 from app.fleet.runs.effects.feed import feed_insert_sql
-from app.fleet.runs.effects.notifications import notify_sql
+from app.fleet.runs.effects.notifications import QUEUE_PRIORITY, notify_sql
 from app.fleet.runs.effects.retry_delay import retry_delay_sql
 from app.fleet.runs.effects.states import is_running
 from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_ORDERED
 
 # A run that makes its process crash (a bug in a C library, too much memory) would crash one instance after the other.
 MAX_DEATHS = 20
+
+# What `notify_sql` needs of a run, beside `EVENT_COLUMNS`.
+QUEUE_COLUMNS = "r.action_id, r.priority, r.ordering_key"
 
 GIVE_BACK = Statement(f"""
 WITH own AS MATERIALIZED (
@@ -50,7 +53,7 @@ WITH own AS MATERIALIZED (
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(pauses)s::bool[], %(delays)s::float8[], %(errors)s::text[])
          AS b (id, token, paused, delay, error)
     WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = b.id AND r.token = b.token AND {is_running()}
-    RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt + b.paused::int AS ran, b.error AS why
+    RETURNING {EVENT_COLUMNS}, {QUEUE_COLUMNS}, r.attempt + b.paused::int AS ran, b.error AS why
 ), written AS (
     {event_insert_sql("back")}
 ), feed_rows AS (
@@ -67,18 +70,18 @@ WITH back AS (
     SET state = 'pending', attempt = r.attempt - 1, deadline_at = NULL, events = r.events + 1
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS u (id, token)
     WHERE r.id = u.id AND r.token = u.token AND {is_running()}
-    RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt + 1 AS ran,
+    RETURNING {EVENT_COLUMNS}, {QUEUE_COLUMNS}, r.attempt + 1 AS ran,
               'the answer to its claim was lost on the way' AS why
 ), written AS (
     {event_insert_sql("back")}
 ), feed_rows AS (
     {feed_insert_sql("back", "'pending'")}
 )
-SELECT action_id, priority, run_at, id FROM back
+SELECT action_id, {QUEUE_PRIORITY}, run_at, id FROM back
 """)
 
 WAITING = f"""(
-    SELECT action_id, priority, run_at FROM back UNION ALL SELECT * FROM {NEXT_OF_ORDERED}
+    SELECT action_id, priority, ordering_key, run_at FROM back UNION ALL SELECT * FROM {NEXT_OF_ORDERED}
 ) AS w"""
 
 ENDED_AS = "CASE WHEN r.cancel_requested_at IS NULL THEN 'failed' ELSE 'cancelled' END AS ended_as"
@@ -112,7 +115,7 @@ WITH lost AS MATERIALIZED (
         error = format('the instance %%s died while it ran it', r.instance)
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.deadly
-    RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt AS ran, r.error AS why
+    RETURNING {EVENT_COLUMNS}, {QUEUE_COLUMNS}, r.attempt AS ran, r.error AS why
 ), written AS (
     {event_insert_sql("back")}
 ), feed_rows AS (
@@ -146,7 +149,7 @@ WITH lost AS MATERIALIZED (
         run_at = clock_timestamp() + make_interval(secs => {retry_delay_sql()})
     FROM lost AS l
     WHERE r.id = l.id AND NOT l.spent
-    RETURNING {EVENT_COLUMNS}, r.action_id, r.priority, r.attempt AS ran, l.why
+    RETURNING {EVENT_COLUMNS}, {QUEUE_COLUMNS}, r.attempt AS ran, l.why
 ), written AS (
     {event_insert_sql("back")}
 ), feed_rows AS (

@@ -61,7 +61,7 @@ runs = Table(
     Column("id", BigInteger, Identity(), primary_key=True),
     Column("action_id", Integer, nullable=False),
     Column("state", Text, nullable=False, server_default=text("'pending'")),
-    # For an ordered run, shifted below every other priority, into a backlog of its own (`engine/dispatch/ordered.py`).
+    # Has no effect on an ordered run: it is claimed at the priority of its action.
     Column("priority", Integer, nullable=False),
     # Earliest start; also the order within a priority.
     Column("run_at", DateTime(timezone=True), nullable=False),
@@ -80,7 +80,8 @@ runs = Table(
     # The slot of a scheduled run.
     Column("scheduled_for", DateTime(timezone=True)),
     Column("key", Text),
-    # Runs of one action with the same ordering key execute one at a time, in the order of their ids.
+    # Runs of one action with the same ordering key execute one at a time, in the order of their ids. A run that has one
+    # is an ordered run (`engine/dispatch/ordered.py`). It is in none of the indexes of the other pending runs.
     Column("ordering_key", Text(collation="C")),
     # JSON and not JSONB: stored as it was sent, and never parsed on the hot path.
     Column("payload", JSON),
@@ -98,15 +99,29 @@ runs = Table(
     CheckConstraint("state IN ('pending', 'running')", name="state"),
     # PostgreSQL has instants that Python cannot represent. One such row would break every statement that returns it.
     CheckConstraint("run_at BETWEEN '1970-01-01 00:00:00+00' AND '9999-01-01 00:00:00+00'", name="run_at"),
-    Index("runs_pending", "action_id", "priority", "run_at", "id", postgresql_where=text("state = 'pending'")),
+    # The queues: pending runs of an action with a priority, and the pending ordered runs of an action.
+    Index(
+        "runs_pending",
+        "action_id",
+        "priority",
+        "run_at",
+        "id",
+        postgresql_where=text("state = 'pending' AND ordering_key IS NULL"),
+    ),
+    Index(
+        "runs_ordered_pending",
+        "action_id",
+        "run_at",
+        postgresql_where=text("state = 'pending' AND ordering_key IS NOT NULL"),
+    ),
     # The newest pending runs of an action. A claim adds no entry.
     Index("runs_pending_newest", "action_id", "id", postgresql_where=text("state = 'pending'")),
     Index("runs_running", "action_id", "instance_id", postgresql_where=text("state = 'running'")),
     # A scan goes from one ordering key to the next, and within a key from its first run on, in whatever state.
-    Index("runs_lines", "action_id", "ordering_key", "id", postgresql_where=text("ordering_key IS NOT NULL")),
+    Index("runs_ordered", "action_id", "ordering_key", "id", postgresql_where=text("ordering_key IS NOT NULL")),
     # At most one running run per ordering key.
     Index(
-        "runs_lines_running",
+        "runs_ordered_running",
         "action_id",
         "ordering_key",
         unique=True,

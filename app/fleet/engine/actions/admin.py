@@ -1,8 +1,7 @@
 """Administration of actions: listing them, pausing and resuming one.
 
 One statement reads the whole list. It finds the last run of each action by steps through indexes, so neither the number
-of finished runs nor a backlog makes it slow. The last run is the newest of the finished runs, the running runs, and the
-last run of each queue (action and priority).
+of finished runs nor a backlog makes it slow. The last run is the one with the highest id: finished, running or pending.
 
 An action that no living instance has in its code is `vanished`: its runs and its pause stay, and no instance schedules
 or claims it. The summary of an action is only in the code, so it is returned only for the actions of this instance.
@@ -35,6 +34,7 @@ from app.fleet.errors import ActionUnknown
 from app.fleet.runs.effects.notifications import notify_sql
 from app.fleet.runs.read import pages
 from app.fleet.runs.read.pages import ListedRun
+from app.fleet.runs.read.queues import QUEUES
 
 ActionState = Literal["active", "paused", "vanished"]
 
@@ -60,28 +60,6 @@ class ActionRecord:
     rate: str | None
     retention: str
 
-
-# The priorities at which the action `a` has pending runs: one index probe for each priority, however long its queue.
-PRIORITIES = """
-    WITH RECURSIVE priorities AS (
-        (
-            SELECT priority
-            FROM {schema}.runs
-            WHERE state = 'pending' AND action_id = a.id
-            ORDER BY priority
-            LIMIT 1
-        )
-        UNION ALL
-        SELECT n.priority
-        FROM priorities AS p, LATERAL (
-            SELECT priority
-            FROM {schema}.runs
-            WHERE state = 'pending' AND action_id = a.id AND priority > p.priority
-            ORDER BY priority
-            LIMIT 1
-        ) AS n
-    )
-"""
 
 # The subquery `last` is ordered by all columns of the index. If it were ordered by the id alone, the planner might scan
 # all finished runs for an action that has none. It finds the last entry at or below (action, state) in the index, which
@@ -118,15 +96,11 @@ LEFT JOIN LATERAL (
     WHERE last.action_id = a.id AND last.state = s.state
 ) AS e ON true
 LEFT JOIN LATERAL (
-    {PRIORITIES}
-    SELECT max(q.id) AS last
-    FROM priorities AS p, LATERAL (
-        SELECT id
-        FROM {{schema}}.runs
-        WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
-        ORDER BY run_at DESC, id DESC
-        LIMIT 1
-    ) AS q
+    SELECT q.id AS last
+    FROM {{schema}}.runs AS q
+    WHERE q.state = 'pending' AND (q.action_id, q.id) > (a.id, 0) AND (q.action_id, q.id) <= (a.id, {2**63 - 1})
+    ORDER BY q.action_id DESC, q.id DESC
+    LIMIT 1
 ) AS w ON true
 WHERE %(name)s::text IS NULL OR a.name = %(name)s
 ORDER BY a.name
@@ -149,22 +123,8 @@ RETURNING pg_notify('{channel}', 'slots:')
 """)
 
 NOTIFY_PENDING = Statement(f"""
-WITH pending AS (
-    SELECT a.id AS action_id, w.priority, w.run_at
-    FROM {{schema}}.actions AS a, LATERAL (
-        {PRIORITIES}
-        SELECT p.priority, q.run_at
-        FROM priorities AS p, LATERAL (
-            SELECT run_at
-            FROM {{schema}}.runs
-            WHERE state = 'pending' AND action_id = a.id AND priority = p.priority
-            ORDER BY run_at
-            LIMIT 1
-        ) AS q
-    ) AS w
-    WHERE a.id = %(id)s
-)
-{notify_sql("pending")}
+WITH RECURSIVE {QUEUES}
+{notify_sql("queues WHERE action_id = %(id)s")}
 """)
 
 FIND_ID = Statement("SELECT id FROM {schema}.actions WHERE name = %(name)s")

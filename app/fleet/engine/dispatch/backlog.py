@@ -1,9 +1,9 @@
 """The backlog: which queues may have runs to claim, as this instance knows it.
 
-A queue is the pending runs of one action with one priority; the ordered runs of an action are one queue, whatever
-their priorities (`ordered.py`). The instance learns of queues from notifications, from its own retries, and from the
-reconciler, which reads the database every two seconds. If the backlog is wrong, a claim is late or finds nothing.
-Nothing else depends on it.
+A queue is the pending runs of one action with one priority; the pending ordered runs of an action are one queue,
+whatever their priorities (`ordered.py`). The instance learns of queues from notifications, from its own retries, and
+from the reconciler, which reads the database every two seconds. If the backlog is wrong, a claim is late or finds
+nothing. Nothing else depends on it.
 
 Each queue has a floor: an instant before which no run of it waits. An index keeps the entries of claimed runs until
 vacuum removes them, and a single open snapshot anywhere in the database delays vacuum. A claim that began at the
@@ -32,7 +32,6 @@ from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.dispatch.ordered import ScanCursor
 from app.fleet.engine.dispatch.server_clock import LONG_AGO, ServerClock
-from app.fleet.runs.effects.ordering import ORDERED, queue_priority
 
 # From this many queues on, instances share them, and a claim takes runs from all of its own queues.
 MANY = 50
@@ -45,12 +44,12 @@ LATEST = datetime.max.replace(tzinfo=UTC)
 
 class QueueKey(NamedTuple):
     action_id: int
-    # `ORDERED` for the ordered runs of the action.
-    priority: int
+    # None for the ordered runs of the action.
+    priority: int | None
 
 
-# An entry of a notification: an action, a priority, and from when on a run of it waits.
-Waiting: TypeAlias = tuple[int, int, datetime]
+# An entry of a notification: an action, a priority (None: ordered runs), and from when on a run waits.
+Waiting: TypeAlias = tuple[int, int | None, datetime]
 
 
 @dataclass
@@ -104,12 +103,12 @@ class Backlog:
                 others.append(each)
         return others
 
-    def add(self, action_id: int, priority: int, run_at: datetime, now: float) -> None:
+    def add(self, action_id: int, priority: int | None, run_at: datetime, now: float) -> None:
         """A run waits in this queue from that instant on."""
         action = self._catalogue.of_id(action_id)
         if action is None:
             return
-        key = QueueKey(action_id, queue_priority(priority))
+        key = QueueKey(action_id, priority)
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = new_queue(key, action, run_at)
@@ -125,7 +124,7 @@ class Backlog:
 
     def add_next_of(self, action_id: int, ordering_key: str) -> None:
         """A run with this ordering key has ended here; the next one may wait."""
-        queue = self._queues.get(QueueKey(action_id, ORDERED))
+        queue = self._queues.get(QueueKey(action_id, None))
         if queue is not None and queue.cursor is not None:
             queue.cursor.ask([ordering_key])
 
@@ -203,7 +202,7 @@ class Backlog:
 
 
 def new_queue(key: QueueKey, action: Action[Any], run_at: datetime) -> Queue:
-    if key.priority == ORDERED:
+    if key.priority is None:
         return Queue(floor=run_at, priority=action.priority, cursor=ScanCursor())
     return Queue(floor=run_at, priority=key.priority)
 

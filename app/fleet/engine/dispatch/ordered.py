@@ -6,7 +6,7 @@ waits for a retry, for a later `run_at` or for the rescue of a dead instance blo
 the next run is the head. Nothing can be lost with a process, because nothing is handed over.
 
 Guarantee: at most one running run for each action and ordering key.
-    The unique index `runs_lines_running` guarantees it, and not the scan. A scan can be stale: a lower id can become
+    The unique index `runs_ordered_running` guarantees it, and not the scan. A scan can be stale: a lower id can become
     visible late (its transaction began earlier and committed later), and an operator can retry an old run. Then two
     claims take two runs of a key; the second waits for the commit of the first, violates the index, and claims nothing.
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from app.fleet.engine.actions.action import PRIORITIES, Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.errors import EngineError
-from app.fleet.runs.effects import ordering
 from app.fleet.runs.read.records import RunRecord, Trigger
 
 MAX_KEY_LENGTH = 200
@@ -43,9 +42,7 @@ class Prepared(NamedTuple):
 
     @property
     def priority(self) -> int:
-        """The value of the column `priority`."""
-        priority = self.action.priority if self.order.priority is None else self.order.priority
-        return ordering.stored_priority(priority, self.order.ordering_key)
+        return self.action.priority if self.order.priority is None else self.order.priority
 
     @property
     def is_one_statement(self) -> bool:

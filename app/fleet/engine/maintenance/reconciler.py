@@ -3,7 +3,7 @@
 Notifications make the engine quick, and any of them may be lost. The rows of `READ_ALL` make it right:
 
     kind     a row for                                        then
-    place    an action and priority with pending runs         the backlog gets the queue
+    queue    a queue in which runs are pending                the backlog gets the queue
     mine     a run that is running with our id                is its cancellation requested? is it still ours? does the
                                                               executor have it at all?
     lapsed   (one) the number of running runs whose           `rescuer.sweep`
@@ -48,6 +48,8 @@ from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.maintenance import rescuer
+from app.fleet.runs.effects.notifications import QUEUE_PRIORITY
+from app.fleet.runs.read.queues import QUEUES
 from app.fleet.runs.requeue import PUT_BACK
 from app.fleet.telemetry.logs import events
 
@@ -62,60 +64,43 @@ PAUSE = 3 * INTERVAL
 
 log = events(__name__)
 
-READ_ALL = Statement("""
-WITH RECURSIVE place AS (
-    (SELECT action_id, priority FROM {schema}.runs WHERE state = 'pending' ORDER BY action_id, priority LIMIT 1)
-    UNION ALL
-    SELECT n.action_id, n.priority
-    FROM place AS p, LATERAL (
-        SELECT action_id, priority
-        FROM {schema}.runs
-        WHERE state = 'pending' AND (action_id, priority) > (p.action_id, p.priority)
-        ORDER BY action_id, priority
-        LIMIT 1
-    ) AS n
-)
-SELECT 'place' AS kind, p.action_id::int8 AS id, p.priority::int8 AS number, f.run_at AS at, false AS flag
-FROM place AS p, LATERAL (
-    SELECT run_at
-    FROM {schema}.runs
-    WHERE state = 'pending' AND action_id = p.action_id AND priority = p.priority
-    ORDER BY run_at
-    LIMIT 1
-) AS f
+READ_ALL = Statement(f"""
+WITH RECURSIVE {QUEUES}
+SELECT 'queue' AS kind, action_id::int8 AS id, {QUEUE_PRIORITY}::int8 AS number, run_at AS at, false AS flag
+FROM queues
 UNION ALL
 SELECT 'mine', id, token, NULL, cancel_requested_at IS NOT NULL
-FROM {schema}.runs
+FROM {{schema}}.runs
 WHERE state = 'running' AND action_id = ANY (%(actions)s::int[]) AND instance_id = %(me)s
 UNION ALL
 SELECT 'lapsed', count(*) FILTER (WHERE i.id IS NULL),
        count(*) FILTER (WHERE r.deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)), NULL, false
-FROM {schema}.runs AS r
-LEFT JOIN {schema}.instances AS i ON i.id = r.instance_id AND i.state <> 'gone'
+FROM {{schema}}.runs AS r
+LEFT JOIN {{schema}}.instances AS i ON i.id = r.instance_id AND i.state <> 'gone'
 WHERE %(everyone)s AND r.state = 'running'
 UNION ALL
 SELECT 'ready', count(*) FILTER (WHERE id < %(me)s), count(*), NULL, false
-FROM {schema}.instances
+FROM {{schema}}.instances
 WHERE state = 'ready'
 UNION ALL
 SELECT 'slot', a.id, 0, a.next_run_at, false
 FROM (
     SELECT id, next_run_at
-    FROM {schema}.actions
+    FROM {{schema}}.actions
     WHERE id = ANY (%(actions)s::int[]) AND paused_at IS NULL AND next_run_at IS NOT NULL
     ORDER BY next_run_at
     LIMIT 1
 ) AS a
 UNION ALL
 SELECT 'limit', id, 0, NULL, false
-FROM {schema}.actions
+FROM {{schema}}.actions
 WHERE id = ANY (%(actions)s::int[]) AND (concurrency IS NOT NULL OR rate_interval IS NOT NULL)
 UNION ALL
 SELECT 'now', count(*) FILTER (WHERE i.id < %(me)s), count(*), clock_timestamp(),
-       EXISTS (SELECT FROM {schema}.standby WHERE instance_id = %(me)s)
-FROM {schema}.standby AS s
-JOIN {schema}.instances AS i ON i.id = s.instance_id AND i.state = 'ready'
-WHERE s.action_ids = (SELECT action_ids FROM {schema}.standby WHERE instance_id = %(me)s)
+       EXISTS (SELECT FROM {{schema}}.standby WHERE instance_id = %(me)s)
+FROM {{schema}}.standby AS s
+JOIN {{schema}}.instances AS i ON i.id = s.instance_id AND i.state = 'ready'
+WHERE s.action_ids = (SELECT action_ids FROM {{schema}}.standby WHERE instance_id = %(me)s)
 """)
 
 
@@ -203,7 +188,7 @@ class Reconciler(Service):
             self._backlog.part = (before_us % max(1, alike), max(1, alike))
             self._clock.learn(server_now, now)
             self._claimant.limited = {action_id for action_id, *_ in by_kind.get("limit", [])}
-            self._add_queues(by_kind.get("place", []), server_now, now)
+            self._add_queues(by_kind.get("queue", []), server_now, now)
             for _, _, next_run_at, _ in by_kind.get("slot", []):
                 self._on_slot(next_run_at)
             if not announced:
