@@ -48,7 +48,7 @@ SELECT 'lapsed', count(*) FILTER (WHERE i.id IS NULL),
        count(*) FILTER (WHERE r.deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)), NULL, false
 FROM "flotilla".runs AS r
 LEFT JOIN "flotilla".instances AS i ON i.id = r.instance_id AND i.state <> 'gone'
-WHERE %(everyone)s AND r.state = 'running'
+WHERE %(all_instances)s AND r.state = 'running'
 UNION ALL
 SELECT 'ready', count(*) FILTER (WHERE id < %(me)s), count(*), NULL, false
 FROM "flotilla".instances

@@ -584,7 +584,7 @@ def test_all_that_failed_is_tried_again_at_once(flotilla: CommandLine) -> None:
         (["cancel", "first"], 2, "'ID'"),
         (["first"], 2, "No such command 'first'"),
         (["--action", "nothing"], 5, "there is no action 'nothing'"),
-        (["--state", "torn"], 2, "'torn' is not one of pending, running"),
+        (["--state", "torn"], 2, "'torn' is not one of 'pending', 'running'"),
         (["--limit", "0"], 2, "'--limit'"),
         (["--limit", "1001"], 2, "'--limit'"),
         (["--json", "1"], 2, "belongs to the list"),

@@ -363,7 +363,8 @@ async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None
             look = """
                 EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, SUMMARY OFF, FORMAT JSON)
                 SELECT id FROM runs
-                WHERE state = 'pending' AND action_id = %s AND priority = 0 AND run_at >= %s AND run_at <= now()
+                WHERE state = 'pending' AND ordering_key IS NULL AND action_id = %s AND priority = 0
+                  AND run_at >= %s AND run_at <= now()
                 ORDER BY run_at, id LIMIT 10
             """
             blocks = []

@@ -3,15 +3,15 @@
 import json
 from collections.abc import AsyncIterator, Iterator
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import psycopg
 import pytest
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.http.runs import MAX_PAGE_BYTES
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read.pages import EXTRACT, MAX_WHOLE, NEWEST, page_sql
-from app.fleet.runs.read.records import State
 from app.fleet.runs.retry import ENDED
 from tests.integration.test_actions_http import RUN, get, post
 from tests.support.runs import LocalInstance, local_instance
@@ -141,7 +141,7 @@ def test_a_page_reads_a_few_rows_of_an_index_whatever_the_filter_and_the_cursor(
         connection.execute("SET search_path TO flotilla; SET synchronous_commit TO off")
         connection.execute(FILL)
         connection.execute("ANALYZE runs; ANALYZE finished_runs; ANALYZE actions")
-        filters: list[tuple[str, ...]] = [(), *((state,) for state in get_args(State)), get_args(State)]
+        filters: list[tuple[str, ...]] = [(), *((state,) for state in RunState), tuple(RunState)]
         for action_id, states, before in product((None, 1, 19, 20), filters, (NEWEST, 1_100_000, 900_000, 2_000)):
             statement = Namespace("flotilla").sql(page_sql(of_action=action_id is not None, states=states))
             values = {"action_id": action_id, "limit": limit, "before": before}

@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from pydantic_settings import BaseSettings
 
 from app import fleet, main, routes
+from app.fleet import sql
 from app.fleet.background import LoopErrors
 from app.fleet.cli import app as command_line
 from app.fleet.cluster import anomalies
@@ -35,6 +36,7 @@ from app.fleet.engine.actions.run import Blocking, Run
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import FleetError
 from app.fleet.http.edge.problems import KINDS
+from app.fleet.runs.effects.states import RunState
 from app.fleet.settings import FleetSettings, known_names
 from app.fleet.telemetry.metrics import DEFINITIONS
 from app.settings import Settings
@@ -620,11 +622,29 @@ def test_every_room_has_its_row_in_the_architecture() -> None:
     assert named <= rooms
 
 
-def test_every_transition_of_a_run_is_in_a_file_that_exists() -> None:
+STATE_CHANGE = re.compile(r'(?:INTO|DELETE FROM) "flotilla"\.(?:finished_)?runs\b|SET state =')
+
+
+def files_of_transitions() -> set[str]:
+    """The files that the table of transitions names."""
     table = ast.get_docstring(ast.parse((FLEET / "runs" / "__init__.py").read_text())) or ""
-    files = set(re.findall(r"\b(\w+\.py)$", table, re.MULTILINE))
-    assert files
-    assert [name for name in files if not (FLEET / "runs" / name).exists()] == []
+    return set(re.findall(r"\b(\w+\.py)$", table, re.MULTILINE))
+
+
+def test_the_table_of_transitions_has_every_file_whose_statements_change_a_state() -> None:
+    changing = {
+        f"{name.split('.')[1]}.py"
+        for name, text in sql.statements().items()
+        if name.startswith("runs.") and STATE_CHANGE.search(text)
+    }
+    assert files_of_transitions() == changing
+
+
+def test_the_diagram_of_a_run_has_all_states_and_the_files_of_their_transitions() -> None:
+    _, _, after = (DOCS / "architecture.md").read_text().partition("stateDiagram-v2")
+    arrows = re.findall(r"^    (\S+) --> (\S+): (.+)$", after.partition("```")[0], re.MULTILINE)
+    assert {state for before, then, _ in arrows for state in (before, then)} == {"[*]", *RunState}
+    assert {name for _, _, names in arrows for name in names.split(", ")} == files_of_transitions()
 
 
 def test_every_test_that_contributing_names_exists() -> None:

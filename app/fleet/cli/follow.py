@@ -24,7 +24,9 @@ from app.fleet.runs.effects import feed
 from app.fleet.runs.effects.events import STATE, StoredEvent, read_pages
 from app.fleet.runs.effects.feed import Change
 from app.fleet.runs.effects.feed_numbers import Numberer
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read.records import RunRecord, find, find_all
+from app.fleet.runs.retry import RETRYABLE
 from app.fleet.settings import FleetSettings
 
 POLL_INTERVAL = 0.2
@@ -40,7 +42,7 @@ def follow(settings: FleetSettings, run_id: int, *, as_json: bool) -> NoReturn:
     state = until_interrupted(
         RunFollower(run_id, JsonOutput(run_id) if as_json else TextOutput()).follow(settings), message
     )
-    sys.exit(0 if state == "succeeded" else 1)
+    sys.exit(0 if state == RunState.SUCCEEDED else 1)
 
 
 def follow_all(settings: FleetSettings, action: str | None, states: Sequence[str], *, as_json: bool) -> NoReturn:
@@ -200,16 +202,16 @@ class History:
         attempt, instance, error = data["attempt"], data["instance"], data.get("error")
         before, self._attempt = self._attempt, attempt
         match data["state"]:
-            case "pending" if event.seq == 1:
+            case RunState.PENDING if event.seq == 1:
                 return f"run {run.id} of {run.action}: pending"
-            case "pending" if error is None:
+            case RunState.PENDING if error is None:
                 return f"pending: {instance} is shutting down, and another instance will continue the run"
-            case "pending":
+            case RunState.PENDING:
                 return f"pending{self._after(before)}{not_before(data.get('run_at'))}: {one_line(error)}"
-            case "running":
+            case RunState.RUNNING:
                 self._began = event.at
                 return f"running on {instance}, attempt {attempt} of {run.max_attempts}"
-            case "succeeded":
+            case RunState.SUCCEEDED:
                 return f"succeeded after {duration(self._began, event.at)}"
             case ended:
                 return f"{ended}{self._after(attempt)}: {error}"
@@ -283,13 +285,13 @@ class FeedFollower(Follower):
             for change in selected:
                 write_line(change.as_json(self._names))
             return
-        failed = [change.run_id for change in selected if change.state in {"failed", "cancelled"}]
+        failed = [change.run_id for change in selected if change.state in RETRYABLE]
         errors = {run.id: run.error for run in await find_all(connection, namespace, failed)} if failed else {}
         for change in selected:
             text = f"run {change.run_id} of {self._names[change.action_id]}: {change.state}"
-            if change.state == "running":
+            if change.state == RunState.RUNNING:
                 text += f" on {change.instance}, attempt {change.attempt}"
-            elif change.state == "pending" and change.attempt:
+            elif change.state == RunState.PENDING and change.attempt:
                 text += f" after attempt {change.attempt}"
             if error := errors.get(change.run_id):
                 text += f": {one_line(error)}"

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -29,14 +29,14 @@ from app.fleet.duration import MAX_AGE, format_duration, parse_duration
 from app.fleet.engine.actions import admin
 from app.fleet.runs import retry as run_retry
 from app.fleet.runs.cancel import cancel_run
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read import pages, records
 from app.fleet.runs.read.pages import ListedRun
-from app.fleet.runs.read.records import RunRecord, State
+from app.fleet.runs.read.records import RunRecord
 from app.fleet.runs.retry import RETRYABLE, Retried
 from app.fleet.settings import FleetSettings
 
 LIMIT = 20
-STATES: tuple[str, ...] = get_args(State)
 COLUMNS = ("ID", "ACTION", "STATE", "ATTEMPT", "TRIGGER", "INSTANCE", "STARTED", "TOOK", "ERROR")
 
 RunId = Annotated[int, typer.Argument(metavar="ID", min=1, max=2**63 - 1, help="Id of the run.")]
@@ -52,20 +52,13 @@ class Runs(TyperGroup):
 app = typer.Typer(cls=Runs, rich_markup_mode=None)
 
 
-def check_states(given: list[str] | None) -> list[str] | None:
-    for each in given or []:
-        if each not in STATES:
-            raise typer.BadParameter(f"{each!r} is not one of {', '.join(STATES)}")
-    return given
-
-
 @app.callback(invoke_without_command=True)
 def runs_command(
     context: typer.Context,
     action: Annotated[str | None, typer.Option(help="Only runs of this action.")] = None,
     state: Annotated[
-        list[str] | None,
-        typer.Option(metavar="|".join(STATES), callback=check_states, help="Only runs in this state; may be repeated."),
+        list[RunState] | None,
+        typer.Option(metavar="|".join(RunState), help="Only runs in this state; may be repeated."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of runs.")] = LIMIT,
     follow_them: Annotated[
@@ -116,7 +109,7 @@ def cancel(run: RunId, as_json: AsJson = False) -> None:
     record = asyncio.run(change_run(load_settings(), "runs cancel", cancel_run, run))
     if as_json:
         write_json(record)
-    elif record.state == "running":
+    elif record.state is RunState.RUNNING:
         write(f"run {run} of {record.action}: {record.instance} is asked to stop it; `{command_name()} runs {run}`")
     else:
         write(headline(record))
@@ -145,7 +138,7 @@ def retry_all(
     as_json: AsJson = False,
 ) -> None:
     """Retry all failed runs of an action, or only those that ended within a period."""
-    states = [*RETRYABLE] if cancelled else ["failed"]
+    states = [*RETRYABLE] if cancelled else [RunState.FAILED]
     count, left_out = asyncio.run(
         retry_runs(load_settings(), action, states, parse_age("--since", since), parse_age("--until", until))
     )
@@ -186,7 +179,7 @@ async def change_run(settings: FleetSettings, command: str, request: Request, ru
 
 
 async def retry_runs(
-    settings: FleetSettings, action: str, states: list[str], since: timedelta | None, until: timedelta | None
+    settings: FleetSettings, action: str, states: list[RunState], since: timedelta | None, until: timedelta | None
 ) -> Retried:
     async with connect_to_change(settings) as (connection, namespace):
         action_id = await admin.id_of(connection, namespace, action)
@@ -195,7 +188,9 @@ async def retry_runs(
         return count
 
 
-async def find_newest(settings: FleetSettings, action: str | None, states: list[str], limit: int) -> list[ListedRun]:
+async def find_newest(
+    settings: FleetSettings, action: str | None, states: list[RunState], limit: int
+) -> list[ListedRun]:
     async with connect(settings) as (connection, namespace):
         action_id = None if action is None else await admin.id_of(connection, namespace, action)
         return await pages.find_page(connection, namespace, action_id=action_id, states=states, limit=limit)
@@ -211,7 +206,7 @@ def headline(run: RunRecord) -> str:
 def cells(run: ListedRun) -> Iterator[str]:
     yield from (str(run.id), run.action, run.state, f"{run.attempt}/{run.max_attempts}", run.trigger)
     yield run.instance or ""
-    if run.state == "pending":
+    if run.state is RunState.PENDING:
         yield f"due {local_time(run.run_at)}" if run.run_at > datetime.now(UTC) else ""
         yield ""
     else:
@@ -235,7 +230,7 @@ def details(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "started", f"{local_time(run.started_at)} on {run.instance}"
     if run.finished_at is not None:
         yield "finished", local_time(run.finished_at)
-    if run.started_at is not None and run.state != "pending":
+    if run.started_at is not None and run.state is not RunState.PENDING:
         yield "took", duration(run.started_at, run.finished_at)
     yield "payload", one_line(run.payload)
     for name, value in (("progress", run.progress), ("result", run.result)):

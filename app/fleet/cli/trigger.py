@@ -25,6 +25,7 @@ from app.fleet.engine.actions.synchronise import read_ids
 from app.fleet.engine.enqueue.insert import insert
 from app.fleet.engine.enqueue.orders import Order, prepare
 from app.fleet.errors import ActionUnknown, EngineError
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read import records
 from app.fleet.runs.read.records import RunRecord
 from app.fleet.settings import FleetSettings
@@ -95,9 +96,9 @@ def describe(triggered: Triggered, *, follow_it: bool) -> Iterator[str]:
     run, me = triggered.run, command_name()
     if not triggered.new:
         yield f"this key has already triggered run {run.id}; no new run was added"
-    if run.state == "pending" and triggered.action.state == "paused":
+    if run.state is RunState.PENDING and triggered.action.state == "paused":
         yield f"{run.action} is paused: the run waits for `{me} actions resume {run.action}`"
-    elif run.state == "pending" and not triggered.action.standby:
+    elif run.state is RunState.PENDING and not triggered.action.standby:
         yield f"no living instance has {run.action} in its code: the run waits for such an instance (`{me} list`)"
     if not follow_it:
         yield f"run {run.id} of {run.action}: {run.state}"

@@ -127,7 +127,7 @@ class Engine:
                 await announce(connection, self._database.namespace, me.id, self.catalogue.ids)
 
     def enter(self) -> None:
-        """Make the public functions mean this instance, in this task and in those that it starts."""
+        """Make the public functions mean this instance, in this task and in the tasks that it starts."""
         current.set(self.triggers)
         once.current.set(self.seen)
         coordination.current.set(self._shared)

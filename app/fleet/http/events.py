@@ -46,6 +46,7 @@ from app.fleet.http.edge.problems import HttpError, Unavailable
 from app.fleet.http.runs import RunId, number_of, states_of
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
 from app.fleet.runs.effects.feed import Batch
+from app.fleet.runs.effects.states import RunState
 from app.fleet.stream.channel import Follower
 from app.fleet.stream.hub import Hub
 from app.fleet.stream.pacer import Pacer
@@ -192,7 +193,7 @@ async def selected_states(
     state: Annotated[
         list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
     ] = None,
-) -> set[str]:
+) -> set[RunState]:
     return set(states_of(state or ()))
 
 
@@ -204,7 +205,7 @@ async def feed_follower(context: InContext, seen: LastSeen) -> AsyncIterator[Fol
 @router.get("/events", dependencies=[Depends(stream_slot)], **STREAM)
 async def follow_feed(
     actions: Annotated[set[int], Depends(selected_actions)],
-    states: Annotated[set[str], Depends(selected_states)],
+    states: Annotated[set[RunState], Depends(selected_states)],
     follower: Annotated[Follower[Batch], Depends(feed_follower)],
     context: InContext,
 ) -> EventStream:
@@ -216,7 +217,7 @@ async def follow_feed(
 class Filter:
     """Selects the changes of the feed that a client wants."""
 
-    def __init__(self, actions: set[int], states: set[str], hub: Hub) -> None:
+    def __init__(self, actions: set[int], states: set[RunState], hub: Hub) -> None:
         self._actions = actions
         self._states = states
         self._hub = hub

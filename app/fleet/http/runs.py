@@ -10,7 +10,7 @@ import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, get_args
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -42,10 +42,11 @@ from app.fleet.http.edge.problems import HttpError
 from app.fleet.http.fields import Ago
 from app.fleet.http.idempotency import IdempotencyKey
 from app.fleet.runs import cancel, retry
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read import pages
 from app.fleet.runs.read import records as runs
 from app.fleet.runs.read.pages import ListedRun
-from app.fleet.runs.read.records import RunRecord, State
+from app.fleet.runs.read.records import RunRecord
 from app.fleet.runs.retry import Retryable
 from app.fleet.stream.relay import CHANGED
 
@@ -54,7 +55,7 @@ router = APIRouter(tags=["runs"], dependencies=[Depends(needs())])
 MAX_ID = 2**63 - 1
 MAX_RETRIED = 10_000
 MAX_PAGE_BYTES = 1_000_000
-STATES = TypeAdapter(list[State])
+STATES = TypeAdapter(list[RunState])
 
 RunId = Annotated[str, Path(alias="id", description="A whole number")]
 
@@ -76,7 +77,7 @@ class RetryFilter(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     action: str
-    state: Annotated[list[Retryable], Field(min_length=1)] = ["failed"]
+    state: Annotated[list[Retryable], Field(min_length=1)] = [RunState.FAILED]
     # The runs ended at most `since` ago and at least `until` ago.
     since: Ago = None
     until: Ago = None
@@ -218,11 +219,11 @@ def number_of(run_id: str) -> int:
     return int(run_id)
 
 
-def states_of(given: Sequence[str]) -> list[State]:
+def states_of(given: Sequence[str]) -> list[RunState]:
     try:
         return STATES.validate_python([state.strip() for each in given for state in each.split(",")])
     except ValidationError:
-        message = f"must be one of {', '.join(get_args(State))}"
+        message = f"must be one of {', '.join(RunState)}"
         raise RequestValidationError([{"loc": ("query", "state"), "msg": message}]) from None
 
 

@@ -7,7 +7,7 @@ One statement finds runs with `FOR UPDATE SKIP LOCKED` and claims them. At its c
   nothing. So no run can be `running` on an instance that is gone without being found.
 - The action is not paused.
 - The limits of the action (`concurrency`, `rate`) allow it. The transaction locks the action's row (LOCK_LIMITED), and
-  then reads the limits in a statement of its own (ALLOWED), because a statement sees what was committed when it began.
+  then reads the limits in a second statement (ALLOWED), because a statement sees what was committed when it began.
   So the limits are exact, and claims of one limited action take turns.
 
 A claim has four parts: who claims (`ME`), which runs it finds (a CTE `found` with their ids and weights, locked), how
@@ -46,7 +46,7 @@ def claimed_sql(timeout: str, beside: str = "", condition: str = "true") -> str:
 )"""
 
 
-# The columns of a claimed run: first those of an `Attempt`, then what the dispatcher needs.
+# The columns of a claimed run: first the columns for its `Attempt`, then those for the dispatcher.
 CLAIMED_COLUMNS = """id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for,
        payload::text, checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at"""
 # Positions in a claimed row: `WIDTH` columns of an attempt, whether its cancellation is requested, and `run_at`.

@@ -10,7 +10,7 @@ from app.fleet.db.namespace import Statement
 from app.fleet.runs.claim import CLAIMED_COLUMNS, ME, PICKED, WEIGHT, claimed_sql
 from app.fleet.runs.effects.states import is_pending
 
-# Of a head `h`: whether it may be claimed; and its `run_at`, if that is later than now.
+# Two columns about a head `h`: whether it may be claimed, and its `run_at` if that is later than now.
 JUDGED = """
         CASE
             WHEN h.state = 'pending' AND h.run_at <= statement_timestamp() THEN (

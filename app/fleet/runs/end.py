@@ -10,7 +10,7 @@ halves are one statement, no crash can separate them. The end is in the row and 
     COMPLETE           one run, in the transaction of its effects                the same
     END_CANCELLED      runs whose attempt failed or paused after a request to    the same, and the request
                        cancel them
-    CONFIRM            nothing: tells which of these runs ended or went back     the token
+    CONFIRM            nothing: returns the runs that ended or went back     the token
                        with a given token
 """
 

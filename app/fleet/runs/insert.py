@@ -56,7 +56,7 @@ INSERT_ORDERED_NUMBERED = Statement(
     insert_sql("id, key, ordering_key, ", "%(ids)s::int8[], %(keys)s::text[], %(ordering_keys)s::text[], ")
 )
 
-# Without the slots of actions with overlap="skip" (`alone`) that have an active run.
+# A slot of an action with overlap="skip" (`alone`) is left out while a run of the action is active.
 INSERT_SLOTS = Statement(f"""
 WITH slots AS MATERIALIZED (
     SELECT *, 'slot:' || to_char(slot AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US') AS key

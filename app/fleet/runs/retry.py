@@ -20,11 +20,12 @@ from app.fleet.runs import overlap
 from app.fleet.runs.effects.events import ended_event_insert_sql
 from app.fleet.runs.effects.feed import feed_insert_sql
 from app.fleet.runs.effects.notifications import notify_sql
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read.records import ACTIVE_COLUMNS, RunRecord, change, find
 
 # The states in which a run can be tried again.
-Retryable = Literal["failed", "cancelled"]
-RETRYABLE: tuple[str, ...] = get_args(Retryable)
+Retryable = Literal[RunState.FAILED, RunState.CANCELLED]
+RETRYABLE: tuple[RunState, ...] = get_args(Retryable)
 # How many runs one statement retries.
 BATCH = 1000
 
@@ -130,13 +131,13 @@ async def retry_run(connection: Connection, namespace: Namespace, run_id: int) -
         changed = await revive_one(connection, namespace, run_id)
         changed = changed or await change(connection, namespace, HURRY, run_id)
         run = changed or await find(connection, namespace, run_id)
-        if run.state == "pending":
+        if run.state is RunState.PENDING:
             return run
         if run.state not in RETRYABLE:
             break
     if run.state in RETRYABLE:
         raise RunUnknown(f"run {run_id} ended so long ago that it is being deleted")
-    what = "it is running" if run.state == "running" else "it succeeded; to have it done once more, trigger the action"
+    what = "it is running" if run.state is RunState.RUNNING else "it succeeded; trigger the action to execute it again"
     raise RunNotReady(f"run {run_id} cannot be tried again: {what}")
 
 
@@ -145,14 +146,14 @@ async def retry_runs(
     namespace: Namespace,
     action_id: int,
     *,
-    states: Sequence[str] = ("failed",),
+    states: Sequence[RunState] = (RunState.FAILED,),
     since: timedelta | None = None,
     until: timedelta | None = None,
     limit: int | None = None,
 ) -> Retried:
     """Retry the runs of an action that ended in these states, at most `since` and at least `until` ago.
 
-    Each batch is a transaction of its own. A run that fails again meanwhile is not retried again.
+    Each batch is a separate transaction. A run that fails again meanwhile is not retried again.
     """
     values: dict[str, Any] = {"action": action_id, "states": list(states)}
     values["first_state"], values["last_state"] = min(states), max(states)

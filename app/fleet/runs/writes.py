@@ -1,4 +1,4 @@
-"""What an attempt writes about its run while it runs: checkpoints, and the guard of a transaction.
+"""The writes of an attempt while it runs: checkpoints, and the guard of a transaction.
 
 Each statement requires the run's id, its token and the state `running`. An attempt whose run was taken over matches no
 row. Events have the same condition (`effects/events.py`).

@@ -49,7 +49,7 @@ class ActionRecord:
     state: ActionState
     next_run_at: datetime | None
     last_run: ListedRun | None
-    # Names of instances: those with running runs of it, and those that have it in their code.
+    # Names of the instances that have running runs of the action, and of those whose code declares it.
     running_on: list[str]
     standby: list[str]
     overlap: Overlap

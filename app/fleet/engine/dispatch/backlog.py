@@ -33,7 +33,7 @@ from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.dispatch.ordered import ScanCursor
 from app.fleet.engine.dispatch.server_clock import LONG_AGO, ServerClock
 
-# From this many queues on, instances share them, and a claim takes runs from all of its own queues.
+# From this many queues on, the instances divide them, and a claim of an instance reads its whole part.
 MANY = 50
 OTHERS_DELAY = 0.05
 # `run_at` is when a transaction began. Some transactions commit later than others that began after them.
@@ -54,7 +54,7 @@ Waiting: TypeAlias = tuple[int, int | None, datetime]
 
 @dataclass
 class Queue:
-    """What this instance knows of a queue."""
+    """A queue, as this instance knows it."""
 
     floor: datetime = LONG_AGO
     # When to claim from it, on the event loop's clock; None if no run is known to wait.
@@ -93,7 +93,7 @@ class Backlog:
     # -- what there is to claim ---------------------------------------------------------------------------------------
 
     def add_all(self, waiting: Sequence[Waiting], now: float) -> list[Waiting]:
-        """Add queues in which runs wait. If they are many, return those of other parts, to be added later."""
+        """Add queues in which runs wait. If they are many, return the queues of other parts, to be added later."""
         ours, parts = self.part if len(waiting) > MANY else (0, 1)
         others = []
         for each in waiting:
@@ -194,7 +194,7 @@ class Backlog:
             queue.cursor.begin_round()
 
     def pause_scan(self, queue: Queue, until: float) -> None:
-        """Scan no ordering keys before then, except those that are asked for."""
+        """Scan no ordering keys before then. The keys in `cursor.asked` do not wait."""
         assert queue.cursor is not None
         queue.cursor.pauses_until = until
         if queue.due is not None:
@@ -210,8 +210,9 @@ def new_queue(key: QueueKey, action: Action[Any], run_at: datetime) -> Queue:
 def shares(queues: Sequence[DueQueue], room: int, *, is_last: bool) -> list[Request]:
     """Return requests that give each queue of a priority the same share of the room.
 
-    What a queue leaves of its share goes to the same priority first, and then to lower ones: so each queue has a second
-    request, for more. But not at the lowest priority of the last group: the next claim goes on there.
+    If a queue leaves a part of its share, other queues of the same priority use it first, and then lower priorities. So
+    each queue has a second request, for more; but not at the lowest priority of the last group, where the next claim
+    continues.
     """
     priorities = [[*group] for _, group in groupby(queues, key=lambda each: each[1].priority)]
     requests = []

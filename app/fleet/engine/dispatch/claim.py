@@ -112,7 +112,7 @@ class Claimant:
         """Split queues, highest priority first, into as few groups as keep that order.
 
         One statement claims from queues of any priorities, if they are neither limited nor ordered. A priority that has
-        a limited or ordered queue is a group of its own.
+        a limited or ordered queue is a separate group.
         """
         mixed = {queue.priority for key, queue in due if self._is_special(key, queue)}
         if not mixed:
@@ -268,7 +268,7 @@ class Claimant:
         scans = queue.due is not None and queue.due <= now
         self._backlog.begin_claim()
         try:
-            # A savepoint within the transaction of a limit; otherwise the statement is a transaction of its own.
+            # A savepoint within the transaction of a limit; otherwise the statement is its own transaction.
             async with connection.transaction() if counted else nullcontext():
                 claimed = await ordered.claim_heads(
                     connection,
@@ -295,7 +295,7 @@ class Claimant:
         if scans and claimed.complete:
             self._backlog.exhausted(key, claimed_at, added)
         if scans and (claimed.complete or added is not None):
-            # What was added meanwhile may have a key that this round has passed.
+            # A run that was added meanwhile may have a key that this round has passed.
             cursor.begin_round()
         if claimed.later is not None and (claimed.complete or not scans):
             self._backlog.next_is(key, claimed.later, now)

@@ -23,10 +23,11 @@ Cost: proportional to the number of keys, and not to the number of runs that wai
     another session has locked the head        it is left out, and found by the next scan
     a scan was stale                           the claim violates the unique index, and is tried again after `RETRY`
 
-Not guaranteed: an order between transactions that were open at the same time, except that of their visibility. And an
-index keeps the entries of ended runs until vacuum: under a long snapshot, the probe for a head passes them.
+Not guaranteed: an order between transactions that were open at the same time, except the order in which they become
+visible. And an index keeps the entries of ended runs until vacuum: under a long snapshot, the probe for a head passes
+them.
 
-Lock order: that of every claim. Two stale claims of the same two keys may wait for each other; PostgreSQL ends one of
+Lock order: as for every claim. Two stale claims of the same two keys may wait for each other; PostgreSQL ends one of
 them, and it scans again.
 """
 
@@ -67,7 +68,7 @@ class ScanCursor:
     asked: dict[str, None] = field(default_factory=dict)
 
     def begin_round(self) -> None:
-        """Scan all keys once more, from here: any of them may have a run to claim."""
+        """Scan all keys once more, from here: a run to claim may have any of them."""
         self.start, self.wrapped, self.later = self.after, False, None
 
     def ask(self, keys: Iterable[str]) -> None:
@@ -76,7 +77,7 @@ class ScanCursor:
 
 
 class Claimed(NamedTuple):
-    """What a claim has found among the ordered runs of an action."""
+    """The result of a claim of ordered runs of one action."""
 
     rows: list[Row]
     # The scan has read all keys.

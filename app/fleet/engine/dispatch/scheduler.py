@@ -3,7 +3,7 @@
 A transaction turns due slots into runs:
 
     1  pg_try_advisory_xact_lock for each action    if another instance has the lock, leave the action to it; never wait
-    2  read `next_run_at <= now()` again            in a statement of its own, under the lock: it sees what the previous
+    2  read `next_run_at <= now()` again            in a second statement, under the lock: it sees what the previous
                                                     holder of the lock has committed
     3  insert the runs, unique by slot              the second protection: a slot that has a run makes no other
     4  advance `next_run_at`, if it is still        the third
@@ -234,7 +234,7 @@ class Scheduler(Service):
         # Many of a thousand actions that are due at one moment have the same schedule.
         known: dict[tuple[str, str, datetime], tuple[Sequence[datetime], datetime]] = {}
         for identifier, schedule, misfire, overlap, next_run_at, now in due:
-            # The options in the table count, and not those of this code: releases may be mixed.
+            # The options in the table count, not the options in this code: releases may be mixed.
             options = (schedule, misfire, next_run_at)
             if options not in known:
                 known[options] = read(schedule).due(next_run_at, now, misfire)

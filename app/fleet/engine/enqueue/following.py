@@ -14,10 +14,11 @@ from typing import Any
 from app.fleet.engine.enqueue.trigger import here
 from app.fleet.errors import RunFailed, RunUnknown
 from app.fleet.runs.effects.events import STATE, StoredEvent
+from app.fleet.runs.effects.states import RunState
 
 
 async def follow(run_id: int, after: int = 0) -> AsyncIterator[StoredEvent]:
-    """Yield the events of a run after this number: those that exist, and then the new ones, until the run ends."""
+    """Yield the events of a run after this number: the existing ones, and then each new one, until the run ends."""
     async with here().hub.follow(run_id, after) as follower:
         while not follower.ended:
             for event in await follower.more():
@@ -33,9 +34,9 @@ async def result(run_id: int, timeout: float | None = None) -> Any:
             last = event
     end = last.data if last is not None and last.kind == STATE else {}
     match end:
-        case {"state": "succeeded", "result": result}:
+        case {"state": RunState.SUCCEEDED, "result": result}:
             return result
-        case {"state": "failed" | "cancelled" as state, "error": error}:
+        case {"state": RunState.FAILED | RunState.CANCELLED as state, "error": error}:
             raise RunFailed(f"run {run_id} {state}: {error}", run_id, state)
         case _:
             raise RunUnknown(f"run {run_id} was pruned before its result could be read")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from app.fleet.engine.actions.action import PRIORITIES, Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.errors import EngineError
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read.records import RunRecord, Trigger
 
 MAX_KEY_LENGTH = 200
@@ -53,7 +54,7 @@ class Prepared(NamedTuple):
         return RunRecord(
             id=identifier,
             action=self.action.name,
-            state="pending",
+            state=RunState.PENDING,
             trigger=by,
             payload={} if self.payload is None else json.loads(self.payload),
             scheduled_for=None,

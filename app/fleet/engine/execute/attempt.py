@@ -69,7 +69,7 @@ class Attempt:
             self.run_id, self.action_id, self.token, self.number, deaths, self.max_attempts, self.priority,
             self.trigger, self.scheduled_for, self.payload_text, self.checkpoint_text, self.events, self.ordering_key,
         ) = row  # fmt: skip
-        # The attempts that count against the retries of the run: those that ended with their instance do not.
+        # The attempts that count against the retries of the run: not the attempts that ended with their instance.
         self.counted_attempts = self.number - deaths
 
     @property

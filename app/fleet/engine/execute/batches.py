@@ -23,6 +23,7 @@ from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.errors import Fenced
 from app.fleet.runs.effects import events
 from app.fleet.runs.effects.events import Event
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.end import CONFIRM, END_CANCELLED, FINISH, FINISH_UNLOCKED
 from app.fleet.runs.requeue import GIVE_BACK
 from app.fleet.runs.writes import CHECKPOINT, STILL_OURS
@@ -37,7 +38,7 @@ LIMIT_EXCEEDED = "54"
 class Ended(NamedTuple):
     attempt: Attempt
     # None for `succeeded`, which nearly all are.
-    state: str | None
+    state: RunState | None
     result: str | None
     error: str | None
 
@@ -73,7 +74,7 @@ class Outcome(Generic[Write]):
     written: Sequence[Write]
     locked: list[Write] = field(default_factory=list)
     fenced: list[Write] = field(default_factory=list)
-    # Of returned runs: the ids of those that ended instead, because their cancellation was requested.
+    # The ids of runs that ended instead of becoming pending, because their cancellation was requested.
     cancelled: set[int] = field(default_factory=set)
 
 
@@ -161,7 +162,7 @@ async def end_cancelled(connection: Connection, namespace: Namespace, batch: Seq
     values = {
         "ids": [each.attempt.run_id for each in batch],
         "tokens": [each.attempt.token for each in batch],
-        "states": ["cancelled"] * len(batch),
+        "states": [RunState.CANCELLED] * len(batch),
         "results": [None] * len(batch),
         "errors": ["cancelled on request" + (f"; {each.error}" if each.error else "") for each in batch],
     }

@@ -28,7 +28,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from app.fleet.background import Service, cancel_and_wait, detach
+from app.fleet.background import LoopErrors, Service, cancel_and_wait, detach
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool.pool import Database
 from app.fleet.engine.actions.action import Action
@@ -42,6 +42,7 @@ from app.fleet.engine.execute.threads import run_in_thread
 from app.fleet.engine.execute.writer import RunWriter
 from app.fleet.errors import GiveUp, NotJson, PayloadInvalid, TryAgain
 from app.fleet.runs.claim import ACTION, WIDTH
+from app.fleet.runs.effects.states import RunState
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.relay import Relay
 from app.fleet.telemetry.logs import events, request_id
@@ -78,6 +79,7 @@ class Executor(Service):
         self._slots: set[tuple[int, int]] = set()
         self._failures = FailureLog()
         self._loop_monitor = LoopMonitor(lambda: list(self._running.values()))
+        self._errors = LoopErrors(log, service="executor", defect="engine.defect", defect_pause=0.0)
         self._ticks: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -175,13 +177,11 @@ class Executor(Service):
             now = self._loop.time()
             self._loop_monitor.tick()
             for attempt in [attempt for attempt in self._running.values() if attempt.deadline < now]:
-                try:
+                async with self._errors.logged():
                     if attempt.ending is None:
                         self._end(attempt, Ending.TIMEOUT)
                     else:
                         self._abandon(attempt)
-                except Exception as error:  # noqa: BLE001 — a defect of this code must not stop the task for good
-                    log.error("engine.defect", error=error, service="executor")
 
     # -- one attempt --------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Executor(Service):
         attempt.task = None
 
     def _leave(self, attempt: Attempt) -> bool:
-        """Remove an attempt from those that run; return false if it was abandoned before it ended."""
+        """Remove an attempt from the running ones; return false if it was abandoned before it ended."""
         if self._running.get(attempt.run_id) is not attempt:
             return False
         del self._running[attempt.run_id]
@@ -217,7 +217,7 @@ class Executor(Service):
     def _record_return(self, attempt: Attempt, action: Action[Any], result: str | None) -> None:
         assert self._loop is not None
         if attempt.committed:
-            self.writer.outcomes["succeeded"] += 1
+            self.writer.outcomes[RunState.SUCCEEDED] += 1
             self._record_nothing(attempt)
         elif attempt.ending is Ending.FENCED:
             attempt.refuse("completion")
@@ -238,7 +238,7 @@ class Executor(Service):
     def _record(self, attempt: Attempt, action: Action[Any], error: BaseException) -> None:
         if attempt.committed:
             # The effects and the completion are durable; an exception after them changes neither.
-            self.writer.outcomes["succeeded"] += 1
+            self.writer.outcomes[RunState.SUCCEEDED] += 1
             self._record_nothing(attempt)
             log.warning("run.failed_after_commit", run=attempt.run_id, action=action.name, reason=reason_of(error))
         elif attempt.ending is Ending.FENCED:

@@ -1,4 +1,4 @@
-"""What the attempts of this instance have not written yet, and in which order it is written.
+"""The writes of this instance's attempts that are not sent yet, and the order in which they are sent.
 
 A round (`next_round`) has at most `BATCH` writes of each kind. The events of an attempt come before its end. Attempts
 share the events of a round equally, so an attempt that emits without end delays no other. Writes of an attempt whose
@@ -17,7 +17,7 @@ from app.fleet.runs.effects.events import Event
 Write = TypeVar("Write", Ended, Returned, Checkpoint)
 
 BATCH = 1000
-# How many events of one attempt a round takes before it takes those of the next attempt.
+# How many events of one attempt a round takes before it takes events of the next attempt.
 SHARE = 10
 # Characters of events in one statement.
 MAX_BATCH_SIZE = 4_194_304

@@ -59,6 +59,7 @@ from app.fleet.engine.execute.threads import wait_from_thread
 from app.fleet.engine.execute.unwritten import Kind, Unwritten
 from app.fleet.errors import EngineError
 from app.fleet.runs.effects.events import Event
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.end import COMPLETE
 from app.fleet.runs.writes import GUARD
 from app.fleet.stream.relay import CHANGED, EMITTED, Relay
@@ -68,7 +69,7 @@ from app.fleet.telemetry.redaction import describe
 Answer = TypeVar("Answer")
 
 # For metrics: how an attempt can end, and which writes can be refused because of an old token.
-OUTCOMES = ("succeeded", "failed", "cancelled", "retried", "paused")
+OUTCOMES = (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, "retried", "paused")
 WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 
 RETRY = 0.1
@@ -122,10 +123,10 @@ class RunWriter:
         self._work.set()
 
     def failed(self, attempt: Attempt, error: str) -> None:
-        self._ended_with(attempt, "failed", error)
+        self._ended_with(attempt, RunState.FAILED, error)
 
     def cancelled(self, attempt: Attempt, error: str) -> None:
-        self._ended_with(attempt, "cancelled", error)
+        self._ended_with(attempt, RunState.CANCELLED, error)
 
     def retry(self, attempt: Attempt, delay: float | None, error: str) -> None:
         """Make the run pending again after `delay` seconds; None means the delay of its action."""
@@ -134,7 +135,7 @@ class RunWriter:
     def paused(self, attempt: Attempt) -> None:
         self._requeue(Returned(attempt, True, None, None))
 
-    def _ended_with(self, attempt: Attempt, state: str, error: str) -> None:
+    def _ended_with(self, attempt: Attempt, state: RunState, error: str) -> None:
         self._unwritten.ended.append(Ended(attempt, state, None, storable(error)))
         attempt.recorded = True
         self._work.set()
@@ -293,7 +294,7 @@ class RunWriter:
                 refused.stored.set_exception(error)
         elif may_fail(refused):
             text = storable(f"{REFUSED} {describe(error)}")
-            await self._persist(Kind.ENDED, [Ended(attempt, "failed", None, text)])
+            await self._persist(Kind.ENDED, [Ended(attempt, RunState.FAILED, None, text)])
         elif isinstance(refused, Ended | Returned):
             # Nothing more can be written about this attempt. Another instance ends the run after its deadline.
             self._settled([attempt])
@@ -341,7 +342,7 @@ class RunWriter:
         self._settle_others(outcome)
         self._unwritten.returned[:0] = outcome.locked
         self.outcomes.update(
-            "cancelled" if each.attempt.run_id in outcome.cancelled else "paused" if each.paused else "retried"
+            RunState.CANCELLED if each.attempt.run_id in outcome.cancelled else "paused" if each.paused else "retried"
             for each in outcome.written
         )
         self._settled([each.attempt for each in outcome.written])
@@ -356,9 +357,9 @@ class RunWriter:
         self._settle_others(outcome)
         self._unwritten.ended[:0] = outcome.locked
         if plain:
-            self.outcomes["succeeded"] += len(outcome.written)
+            self.outcomes[RunState.SUCCEEDED] += len(outcome.written)
         else:
-            self.outcomes.update(each.state or "succeeded" for each in outcome.written)
+            self.outcomes.update(each.state or RunState.SUCCEEDED for each in outcome.written)
         self._settled([each.attempt for each in outcome.written])
 
     def _settle_others(self, outcome: batches.Outcome[Any]) -> None:

@@ -53,14 +53,14 @@ log = events(__name__)
 
 SET_TIME_LIMIT = Statement("SELECT set_config('statement_timeout', %(limit)s, true)")
 
-# Below every `expires_at`, except that of marked runs.
+# Below every `expires_at` of a run that is not marked.
 EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
 LONG_AGO = datetime.fromisoformat("2000-01-01T00:00:00+00:00")
 
 
 class ExpiredRun(NamedTuple):
     id: int
-    # The number of its events, with those that were never written.
+    # The number of its events, including the events that were never written as rows.
     events: int
     expires_at: datetime
 

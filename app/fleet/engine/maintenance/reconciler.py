@@ -18,8 +18,9 @@ The interval varies at random, so that instances that started together do not re
 and `slot` at once. The others wait for `BACK_UP` and then act too: the leader's event loop may be blocked while its
 link is alive.
 
-Each instance reads its own running runs. The leader reads those of all instances; so does one of the others at a time,
-in turns by PostgreSQL's clock (`TURN`). So what the instances read together is proportional to what they run.
+Each instance reads its own running runs. The leader reads the running runs of all instances; so does one other instance
+at a time, in turns by PostgreSQL's clock (`TURN`). So the total number of rows read is proportional to the number of
+running runs.
 
 Deadlines pass while the database is unreachable. But the instance that ran an overdue run may have its end, and could
 not write it. So an instance ends another instance's overdue run only after it has read and written without a failure or
@@ -77,7 +78,7 @@ SELECT 'lapsed', count(*) FILTER (WHERE i.id IS NULL),
        count(*) FILTER (WHERE r.deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)), NULL, false
 FROM {{schema}}.runs AS r
 LEFT JOIN {{schema}}.instances AS i ON i.id = r.instance_id AND i.state <> 'gone'
-WHERE %(everyone)s AND r.state = 'running'
+WHERE %(all_instances)s AND r.state = 'running'
 UNION ALL
 SELECT 'ready', count(*) FILTER (WHERE id < %(me)s), count(*), NULL, false
 FROM {{schema}}.instances
@@ -176,7 +177,7 @@ class Reconciler(Service):
         known = dict(self._executor.attempts)
         # The leader acts at once, the others a moment later.
         slack = rescuer.SLACK + (0 if self._member.leading else BACK_UP)
-        values = {"me": me, "actions": array(self._catalogue.ids), "slack": slack, "everyone": self._reads_all()}
+        values = {"me": me, "actions": array(self._catalogue.ids), "slack": slack, "all_instances": self._reads_all()}
         async with self._database.autocommit() as connection:
             rows = await (await connection.execute(self._database.namespace.sql(READ_ALL), values)).fetchall()
             now = asyncio.get_running_loop().time()

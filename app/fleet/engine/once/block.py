@@ -72,7 +72,7 @@ class Owner(NamedTuple):
 class Block:
     owner: Owner
     scope: str
-    # The keys that the block may have: all of them until `TAKE` has responded, then those that it has taken.
+    # The keys that the block may have: all of them until `TAKE` has responded, then only the keys that it has taken.
     keys: list[str]
     keep: float
     token: int = 0

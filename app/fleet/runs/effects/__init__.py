@@ -1,1 +1,1 @@
-"""What every transition of a run also does: its events, its row in the feed, the notification, and the conditions."""
+"""The parts that all transitions share: events, the row in the feed, the notification, conditions on the state."""

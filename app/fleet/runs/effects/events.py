@@ -198,9 +198,9 @@ class EventPage(NamedTuple):
 
 
 # One statement has one snapshot: a run that is moving to `finished_runs` is in exactly one of the two tables. Three
-# branches build events from the row; `run_events` has the emitted events and those of earlier attempts. A page of a run
-# ends when it would exceed `PAGE_BYTES`; the caller ignores events behind the gap, and the next page has them. A run
-# that is being pruned (`engine/maintenance/pruner.py`) is left out: some of its events may be deleted.
+# branches build events from the row; `run_events` has the emitted events and the events of earlier attempts. A page of
+# a run ends when it would exceed `PAGE_BYTES`; the caller ignores events behind the gap, and the next page has them. A
+# run that is being pruned (`engine/maintenance/pruner.py`) is left out: some of its events may be deleted.
 READ = Statement(f"""
 WITH requested AS MATERIALIZED (
     SELECT * FROM unnest(%(runs)s::int8[], %(afters)s::int[]) AS w (id, after)

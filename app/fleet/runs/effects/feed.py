@@ -142,7 +142,7 @@ async def read_batches(
 
 
 async def action_names(connection: Connection, namespace: Namespace) -> dict[int, str]:
-    """Return the names of all actions, including those that the code no longer has."""
+    """Return the names of all actions, including actions that the code no longer has."""
     return dict(await (await connection.execute(namespace.sql(ACTION_NAMES))).fetchall())
 
 

@@ -49,8 +49,8 @@ class FeedPruner:
     def __init__(self) -> None:
         self._floor = Floor()
         self._after = 0
-        # Of the current pass: the id to which the floor may rise at its end, the lowest id that was not deleted, and
-        # the transactions that were in progress at its latest read.
+        # State of the current pass: the id to which the floor may rise at its end, the lowest id that was not deleted,
+        # and the transactions that were in progress at its latest read.
         self._reachable = 0
         self._lowest_left = HIGHEST_ID
         self._horizon = 0

@@ -1,4 +1,4 @@
-"""Conditions on the state of a run, which all statements share.
+"""The states of a run, and the conditions on them which all statements share.
 
 A statement that changes a run names the state that the run must have, and never a state that it must not have. A state
 that a later release adds is then refused by every statement that does not name it.
@@ -9,6 +9,21 @@ primary key alone. Otherwise, while the table is empty, a walk through a partial
 a held snapshot that walk passes every entry that vacuum could not remove yet. Statements that search for runs in a
 state say `state = 'running'`, and use the index.
 """
+
+import enum
+
+
+class RunState(enum.StrEnum):
+    # A row of `runs`.
+    PENDING = "pending"
+    RUNNING = "running"
+    # A row of `finished_runs`.
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ACTIVE = (RunState.PENDING, RunState.RUNNING)
 
 
 def is_running(run: str = "r") -> str:

@@ -20,14 +20,14 @@ after a page; the second reads these runs.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from psycopg.rows import class_row
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection
 from app.fleet.db.stored_json import StoredJsonLoader
-from app.fleet.runs.read.records import ACTIVE, RunRecord, State
+from app.fleet.runs.effects.states import ACTIVE, RunState
+from app.fleet.runs.read.records import RunRecord
 
 MAX_WHOLE = 1024
 EXTRACT = 200
@@ -98,17 +98,17 @@ def branches(of_action: bool, states: Sequence[str]) -> Iterator[str]:
     """Yield a SELECT for each index to read: the newest ids below `before`."""
     if not of_action and not states:
         yield from (branch(table, "TRUE") for table in ("runs", "finished_runs"))
-    for state in get_args(State):
+    for state in RunState:
         if state not in states and not (of_action and not states):
             continue
         table = "runs" if state in ACTIVE else "finished_runs"
         # A literal, not a parameter: most states have a partial index.
         is_state = f"r.state = '{state}'"
-        if state == "running":
+        if state is RunState.RUNNING:
             yield running(f"{is_state} AND r.action_id = %(action_id)s" if of_action else is_state)
         elif not of_action:
             yield branch(table, is_state)
-        elif state == "pending":
+        elif state is RunState.PENDING:
             yield branch_of_action(table, is_state, "r.action_id", "%(action_id)s")
         else:
             yield branch_of_action(table, "TRUE", "r.action_id, r.state", f"%(action_id)s, '{state}'")
@@ -161,7 +161,7 @@ def filter_name(*, of_action: bool, states: Sequence[str]) -> str:
 PAGES = {
     filter_name(of_action=of_action, states=states): page_sql(of_action=of_action, states=states)
     for of_action in (False, True)
-    for states in ((), *((state,) for state in get_args(State)))
+    for states in ((), *((state,) for state in RunState))
 }
 
 

@@ -15,10 +15,9 @@ from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection
 from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.errors import RunUnknown
+from app.fleet.runs.effects.states import RunState
 
-State = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 Trigger = Literal["schedule", "api", "code"]
-ACTIVE = ("pending", "running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class RunRecord:
 
     id: int
     action: str
-    state: State
+    state: RunState
     trigger: Trigger
     payload: Any
     scheduled_for: datetime | None
@@ -42,6 +41,10 @@ class RunRecord:
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+
+    def __post_init__(self) -> None:
+        # PostgreSQL returns a text.
+        object.__setattr__(self, "state", RunState(self.state))
 
 
 ACTIVE_COLUMNS = """
