@@ -8,12 +8,14 @@ from typing import Any
 import psycopg
 import pytest
 
+from app.fleet.cluster import link
+from app.fleet.db.direct import DirectSession
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import RunUnknown
 from app.fleet.http import events as http_events
 from app.fleet.runs.effects import feed
 from app.fleet.runs.effects.feed_numbers import TRY_LOCK, Numberer, Numbering
-from app.fleet.stream import pacer
+from app.fleet.stream import pacer, shared_read
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.shared_read import SharedRead
 from tests.integration.test_feed import collect as collect_feed
@@ -23,6 +25,21 @@ from tests.support.streams import messages
 
 pytestmark = pytest.mark.anyio
 MANY = 1500
+# Longer than a busy machine needs for so many clients in one process.
+PATIENCE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests count statements and connections. Neither a slow event loop nor a starved thread may end a wait.
+
+    On a busy machine, clients in this process can take more than ten seconds of the event loop's time, and more than
+    five of the link's. `tests/instances/test_abuse.py` opens as many from another process, with the real limits.
+    """
+    monkeypatch.setattr(shared_read, "READ_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(link, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(link, "LEASE", 2 * PATIENCE)
+    monkeypatch.setattr(DirectSession, "patience", PATIENCE)
 
 
 @pytest.fixture
