@@ -158,6 +158,7 @@ def action(
     timeout: Duration = "1h",
     concurrency: int | None = None,
     rate: str | None = None,
+    burst: int | None = None,
     priority: int = 0,
     retention: Duration = "7d",
 ) -> Callable[[AnyHandler[P]], Action[P]]:
@@ -178,7 +179,7 @@ def action(
                 max_retry_delay=positive("max_retry_delay", max_retry_delay),
                 timeout=positive("timeout", timeout),
                 concurrency=concurrency,
-                rate=None if rate is None else Rate.parse(rate),
+                rate=rate_of(rate, burst),
                 priority=priority,
                 retention=positive("retention", retention),
                 summary=(inspect.getdoc(handler) or "").partition("\n")[0],
@@ -211,6 +212,14 @@ def check(name: str, misfire: Misfire, overlap: Overlap, retries: int, concurren
         raise ValueError(f"`concurrency` is {concurrency!r}, and must be 1 or more; to stop an action, pause it")
     if not isinstance(priority, int) or priority not in PRIORITIES:
         raise ValueError(f"`priority` is {priority!r}, and must be from {PRIORITIES[0]} to {PRIORITIES[-1]}")
+
+
+def rate_of(rate: str | None, burst: int | None) -> Rate | None:
+    if rate is not None:
+        return Rate.parse(rate, 1 if burst is None else burst)
+    if burst is not None:
+        raise ValueError(f"`burst` is {burst!r}, and there is no `rate`: give both, or neither")
+    return None
 
 
 def check_without_payload(declared: Action[Any]) -> None:
