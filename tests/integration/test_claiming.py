@@ -15,6 +15,7 @@ from app.fleet.duration import RATE_TOLERANCE
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.backlog import MANY, QueueKey
+from app.fleet.engine.dispatch.claim import LIMIT_RETRY
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.runs.claim import ALLOWED, CLAIM, Row
@@ -321,6 +322,18 @@ async def test_a_rate_allows_the_next_start_when_the_wait_for_it_is_over(address
             found += await here.sql(f"SELECT allowed > 0, seconds <= 0 FROM ({ALLOWED_OF}) AS a", here.catalogue.ids)
         assert all(allowed is over for allowed, over in found), found
         assert {allowed for allowed, _ in found} == {True, False}
+
+
+async def test_at_its_concurrency_an_action_is_not_asked_again_at_once_because_its_rate_is_free(address: str) -> None:
+    async with engine_harness(address, declare(concurrency=1, rate="1000/s")) as here:
+        await here.trigger(*[Order("tick")] * 3)
+        one = await here.instance("one")
+        assert len(await one.claim()) == 1
+        now = asyncio.get_running_loop().time()
+        assert await one.claim() == []
+        due = one.backlog.next_due()
+        assert due is not None
+        assert due >= now + LIMIT_RETRY
 
 
 async def change(here: EngineHarness, **options: Any) -> None:
