@@ -249,3 +249,5 @@ def test_an_unknown_action_is_said_with_where_to_look() -> None:
 async def test_a_trigger_outside_of_a_service_says_where_it_belongs() -> None:
     with pytest.raises(FleetError, match="are for the code of a running service"):
         await trigger("tick")
+    with pytest.raises(FleetError, match="are for the code of a running service"):
+        await declare().trigger()

@@ -6,7 +6,8 @@
 The decorator checks the options at import time, so a service with an invalid action does not start. The catalogue finds
 the actions (`catalogue.py`).
 
-An action can be called like its function, so it can be tested without an engine.
+An action can be called like its function, so it can be tested without an engine. `Action.trigger` creates a run in the
+service whose code calls it (`creator.py`).
 """
 
 import inspect
@@ -15,13 +16,16 @@ import re
 import typing
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Generic, cast
 
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
+from app.fleet.db.pool.statements import Place
 from app.fleet.db.stored_json import why_unreadable
 from app.fleet.duration import MAX_DURATION, Duration, Rate, format_duration, parse_duration
+from app.fleet.engine.actions.creator import current_creator
 from app.fleet.engine.actions.run import P, Run
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
 from app.fleet.errors import ActionInvalid, PayloadInvalid
@@ -62,6 +66,19 @@ class Action(Generic[P]):
 
     def __call__(self, run: Run[P]) -> Any:
         return self.handler(run)
+
+    async def trigger(
+        self,
+        payload: P | None = None,
+        *,
+        key: str | None = None,
+        run_at: datetime | None = None,
+        priority: int | None = None,
+        ordering_key: str | None = None,
+        session: Place | None = None,
+    ) -> int:
+        """Create a run; return its id. With `session`, the run exists exactly if that transaction commits."""
+        return await current_creator().create(self.name, payload, key, run_at, priority, ordering_key, session)
 
     @property
     def location(self) -> str:
