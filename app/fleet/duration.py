@@ -1,12 +1,15 @@
 """Durations and rates in the form that people write them.
 
 A duration is a text such as `30s`, `5m`, `1h30m` or `500ms`, a number of seconds, or a timedelta. A rate is a text such
-as `10/s`, `100/m` or `5/10s`: so many in so long.
+as `10/s`, `100/m` or `5/10s`, spread evenly over that time, with a burst given beside it. Limits and actions read both
+in the same way.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from datetime import timedelta
+from fractions import Fraction
 from typing import Self
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -15,6 +18,9 @@ MAX_TEXT_LENGTH = 100
 MAX_DURATION = 366 * 86400.0
 # How far a query can go back, as in `--since`.
 MAX_AGE = 3650 * 86400.0
+MAX_BURST = 1_000_000
+# What is granted late may catch up by so many seconds: in any period, at most burst + rate × (period + RATE_TOLERANCE).
+RATE_TOLERANCE = 0.05
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
 RATE = re.compile(r"(\d{1,9})/(\d{0,9})(ms|[smhd])")
 
@@ -55,16 +61,30 @@ def parse_wait(duration: Duration) -> float:
 
 @dataclass(frozen=True)
 class Rate:
-    """One permit every `interval` seconds, in the whole cluster; for actions, up to `burst` at once after a pause."""
+    """One permit, or one start, every `interval` seconds in the whole cluster; up to `burst` at once after a pause."""
 
     interval: float
     burst: int
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str, burst: int = 1) -> Self:
         """Read `10/s`, `100/m` or `5/10s`."""
-        found = RATE.fullmatch(text.replace(" ", ""))
+        found = RATE.fullmatch(str(text).replace(" ", ""))
         if found is None or int(found[1]) == 0 or int(found[2] or 1) == 0:
             raise ValueError(f"{text!r} is not a rate: write it like '10/s', '100/m' or '5/10s'")
-        count = int(found[1])
-        return cls(interval=parse_duration(f"{found[2] or 1}{found[3]}") / count, burst=count)
+        if not isinstance(burst, int) or isinstance(burst, bool) or not 1 <= burst <= MAX_BURST:
+            raise ValueError(f"`burst` is {burst!r}, and must be a whole number from 1 to {MAX_BURST}")
+        interval = parse_duration(f"{found[2] or 1}{found[3]}") / int(found[1])
+        if interval * burst > MAX_DURATION:
+            raise ValueError(f"`burst` is {burst}, which at {text} is more than a year's worth")
+        return cls(interval, burst)
+
+
+def format_rate(interval: float) -> str:
+    """Write a rate as a text that `Rate.parse` reads: `20/s`, `100/m`, `3/7s`."""
+    for unit in ("s", "m", "h", "d"):
+        count = UNITS[unit] / interval
+        if math.isclose(count, round(count), rel_tol=1e-12):
+            return f"{count:.0f}/{unit}"
+    per_second = Fraction(1 / interval).limit_denominator(int(MAX_DURATION))
+    return f"{per_second.numerator}/{format_duration(per_second.denominator)}"

@@ -7,7 +7,7 @@ from fastapi import APIRouter, HTTPException, Path, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from app.actions.mailings import Letters, send_mailing
-from app.fleet import InSession, trigger
+from app.fleet import InSession
 from app.models import Mailing
 
 router = APIRouter(prefix="/mailings", tags=["mailings"])
@@ -39,7 +39,7 @@ async def create_mailing(new: NewMailing, session: InSession, response: Response
     session.add(mailing)
     await session.flush()
     letters = Letters(mailing=mailing.id, subject=new.subject, recipients=new.recipients)
-    await trigger(send_mailing, letters, session=session)
+    await send_mailing.trigger(letters, session=session)
     response.headers["Location"] = f"/mailings/{mailing.id}"
     return ShownMailing.model_validate(mailing)
 

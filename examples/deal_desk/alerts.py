@@ -22,7 +22,7 @@ from sqlalchemy import func, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import BreakerOpen, LimitReached, Run, TryAgain, action, breaker, limit, trigger
+from app.fleet import BreakerOpen, LimitReached, Run, TryAgain, action, breaker, limit
 from examples.deal_desk.settings import desk
 from examples.deal_desk.tables import Alert
 from examples.deal_desk.upstreams import upstream
@@ -41,7 +41,7 @@ async def announce(transaction: AsyncSession, kind: str, subject: str, message: 
     alert = Message(kind=kind, subject=subject, message=message)
     row = insert(Alert).values(alert.model_dump()).on_conflict_do_nothing().returning(Alert.id)
     if await transaction.scalar(row):
-        await trigger(deliver_alert, alert, session=transaction)
+        await deliver_alert.trigger(alert, session=transaction)
 
 
 @action("deliver-alert", retries=1000, max_retry_delay=desk.max_retry_delay, timeout="1m")

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from sqlalchemy import update
 from sqlalchemy.dialects.postgresql import insert
 
-from app.fleet import Run, action, limit, once, trigger
+from app.fleet import Run, action, limit, once
 from examples.deal_desk.alerts import announce
 from examples.deal_desk.research import open_deal
 from examples.deal_desk.settings import desk
@@ -46,7 +46,7 @@ async def watch_filings(_: Run) -> dict[str, int]:
                 if await fresh.session.scalar(row):
                     message = f"{filing.company} has filed {filing.form}"
                     await announce(fresh.session, "filing", filing.accession, message)
-                    await trigger(read_filing, filing, key=filing.accession, session=fresh.session)
+                    await read_filing.trigger(filing, key=filing.accession, session=fresh.session)
                     new += 1
     return {"listed": len(page), "new": new}
 

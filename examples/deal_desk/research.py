@@ -26,7 +26,7 @@ from sqlalchemy import update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import Run, action, limit, transaction, trigger
+from app.fleet import Run, action, limit, transaction
 from examples.deal_desk.alerts import announce
 from examples.deal_desk.settings import desk
 from examples.deal_desk.tables import Deal, Payment
@@ -41,7 +41,7 @@ async def open_deal(transaction: AsyncSession, deal: str, *, found_in: str) -> N
     """Store a new deal and trigger its research, in the caller's transaction."""
     row = insert(Deal).values(deal=deal, found_in=found_in).on_conflict_do_nothing().returning(Deal.deal)
     if await transaction.scalar(row):
-        await trigger(research_deal, Subject(deal=deal), key=deal, session=transaction)
+        await research_deal.trigger(Subject(deal=deal), key=deal, session=transaction)
 
 
 @action("research-deal", retries=100, max_retry_delay=desk.max_retry_delay, timeout="2m", concurrency=4)

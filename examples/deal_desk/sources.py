@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 from sqlalchemy.dialects.postgresql import insert
 
-from app.fleet import Run, RunFailed, action, breaker, limit, once, result, trigger
+from app.fleet import Run, RunFailed, action, breaker, limit, once, result
 from examples.deal_desk.research import open_deal
 from examples.deal_desk.settings import desk
 from examples.deal_desk.tables import Headline, prepared
@@ -34,7 +34,7 @@ class Source(BaseModel):
 async def survey_sources(run: Run) -> dict[str, int | str]:
     """Trigger a run for each source, and wait for all of them."""
     await prepared()
-    reading = [await trigger(read_source, Source(source=each), key=f"{run.id}-{each}") for each in SOURCES]
+    reading = [await read_source.trigger(Source(source=each), key=f"{run.id}-{each}") for each in SOURCES]
     outcomes = await asyncio.gather(*map(outcome, reading))
     return dict(zip(SOURCES, outcomes, strict=True))
 

@@ -30,9 +30,10 @@ SET schedule = d.schedule,
         WHEN (a.rate_interval, a.rate_burst) IS NOT DISTINCT FROM (d.rate_interval, d.rate_burst)
         THEN a.rate_used_until
         WHEN a.rate_interval IS NULL OR a.rate_used_until IS NULL THEN NULL
-        ELSE clock_timestamp() + make_interval(secs => d.rate_interval * least(
-            d.rate_burst, extract(epoch FROM a.rate_used_until - clock_timestamp())::float8 / a.rate_interval
-        ))
+        ELSE clock_timestamp() + make_interval(secs => greatest(0, least(
+            d.rate_burst * d.rate_interval + 0.05,
+            extract(epoch FROM a.rate_used_until - clock_timestamp())::float8 / a.rate_interval * d.rate_interval
+        )))
     END,
     next_run_at = CASE
         WHEN a.schedule IS NOT DISTINCT FROM d.schedule THEN a.next_run_at

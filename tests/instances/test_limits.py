@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from app.fleet.coordination.permits import TOLERANCE
+from app.fleet.duration import RATE_TOLERANCE
 from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.limits import excess
 from tests.support.postgres import eventually
@@ -32,9 +32,9 @@ def test_a_limit_holds_in_any_period_even_if_an_instance_was_frozen_in_it(
     # the freeze causes would be there in each round.
     found: list[float] = []
     with psycopg.connect(address, autocommit=True) as session:
-        while not found or (found[-1] > TOLERANCE * RATE and len(found) < ROUNDS):
+        while not found or (found[-1] > RATE_TOLERANCE * RATE and len(found) < ROUNDS):
             found.append(excess_with_a_freeze(instances, session, tmp_path))
-    assert found[-1] <= TOLERANCE * RATE, found
+    assert found[-1] <= RATE_TOLERANCE * RATE, found
 
 
 def excess_with_a_freeze(

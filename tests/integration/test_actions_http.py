@@ -26,7 +26,7 @@ RUN = {
 }
 ACTION = {
     *("name", "summary", "schedule", "state", "next_run_at", "last_run", "running_on", "standby", "overlap", "misfire"),
-    *("priority", "max_attempts", "concurrency", "rate", "retention"),
+    *("priority", "max_attempts", "concurrency", "rate", "burst", "retention"),
 }
 MODULES = ("tests.support.trial_actions", "tests.integration.test_actions_http")
 
@@ -58,7 +58,7 @@ async def seldom(_: Run) -> None:
     """
 
 
-@action("urgent", priority=7, retention="36h", rate="5/10s", concurrency=3, retries=1)
+@action("urgent", priority=7, retention="36h", rate="100/h", burst=5, concurrency=3, retries=1)
 async def urgent(_: Run) -> None: ...
 
 
@@ -151,9 +151,11 @@ async def test_an_action_without_a_schedule_has_neither_schedule_nor_next_run(he
 
 async def test_an_action_shows_its_options_as_they_are_declared(here: LocalInstance) -> None:
     shown = await get(here, "/actions/urgent")
-    options = ("overlap", "misfire", "priority", "max_attempts", "concurrency", "rate", "retention")
-    assert [shown[option] for option in options] == ["allow", "once", 7, 2, 3, "5/10s", "36h"]
-    assert (await get(here, "/actions/rated"))["rate"] == "20/s"
+    options = ("overlap", "misfire", "priority", "max_attempts", "concurrency", "rate", "burst", "retention")
+    assert [shown[option] for option in options] == ["allow", "once", 7, 2, 3, "100/h", 5, "36h"]
+    for name, rate, burst in (("rated", "20/s", 1), ("count", None, None)):
+        shown = await get(here, f"/actions/{name}")
+        assert (shown["rate"], shown["burst"]) == (rate, burst)
     in_turn = await get(here, "/actions/in-turn")
     assert (in_turn["overlap"], in_turn["concurrency"]) == ("queue", 1)
 

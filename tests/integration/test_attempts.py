@@ -3,15 +3,17 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import assert_type
 
 import pytest
 
-from app.fleet import trigger
+from app.fleet import Action, PayloadInvalid, trigger
+from app.fleet.engine.actions.creator import current
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.engine.enqueue.trigger import current
 from tests.support.runs import LocalInstance, local_instance, soon
-from tests.support.trial_actions import EFFECTS
+from tests.support.trial_actions import EFFECTS, Parcel, noop, weigh
 
 pytestmark = pytest.mark.anyio
 
@@ -194,6 +196,35 @@ async def test_a_trigger_in_a_session_is_there_exactly_if_it_commits(here: Local
     assert (await here.ended(kept)).state == "succeeded"
     assert await here.sql("SELECT 1 FROM runs WHERE id = %s", lost) == []
     assert await here.sql("SELECT 1 FROM finished_runs WHERE id = %s", lost) == []
+
+
+async def test_the_trigger_of_an_action_makes_the_run_that_trigger_makes_of_its_name(here: LocalInstance) -> None:
+    current.set(here.engine.triggers)
+    given, later = Parcel(weight=3), datetime.now(UTC) + timedelta(hours=1)
+    async with here.running.context.database.session() as session:
+        run_id = await weigh.trigger(given, key="a", run_at=later, priority=7, ordering_key="line", session=session)
+        assert await here.sql("SELECT 1 FROM runs WHERE id = %s", run_id) == [], "before its transaction commits"
+    ids = {run_id}
+    ids.add(await trigger("weigh", given, key="b", run_at=later, priority=7, ordering_key="line"))
+    ids.add(await trigger(weigh, given, key="c", run_at=later, priority=7, ordering_key="line"))
+    assert len(ids) == 3
+    columns = "action_id, trigger, payload::text, run_at, priority, ordering_key"
+    assert len(await here.sql(f"SELECT DISTINCT {columns} FROM runs WHERE id = ANY (%s)", list(ids))) == 1
+    assert await weigh.trigger(given, key="a") == run_id
+    plain = await weigh.trigger(given)
+    assert (await here.ended(plain)).result == 3
+
+
+async def test_the_trigger_of_an_action_takes_a_payload_of_its_type_and_mypy_no_other(here: LocalInstance) -> None:
+    """An `ignore` that nothing needs is an error of mypy."""
+    current.set(here.engine.triggers)
+    assert_type(weigh, Action[Parcel])
+    assert await weigh.trigger({"weight": 3})  # type: ignore[arg-type]
+    with pytest.raises(PayloadInvalid):
+        await weigh.trigger("heavy")  # type: ignore[arg-type]
+    assert await noop.trigger({"any": ["object"]})
+    with pytest.raises(PayloadInvalid):
+        await noop.trigger([1])  # type: ignore[arg-type]
 
 
 async def test_many_at_once_all_end_and_free_their_slots(here: LocalInstance) -> None:

@@ -11,17 +11,21 @@ import pytest
 
 from app.fleet.cluster.registry import Registry
 from app.fleet.db.pool.statements import array
+from app.fleet.duration import RATE_TOLERANCE
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.backlog import MANY, QueueKey
+from app.fleet.engine.dispatch.claim import LIMIT_RETRY
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.runs.claim import ALLOWED, CLAIM, Row
 from app.fleet.runs.end import FINISH
-from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, declare, engine_harness
+from tests.support.engine_harness import NAMESPACE, Claimed, Claiming, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio
 POSTGRES_VERSIONS = (18, 16)
+
+ALLOWED_OF = ALLOWED.replace("{schema}", "flotilla").replace("%(actions)s", "%s")
 
 
 async def test_many_that_claim_at_once_share_the_runs_and_nobody_waits(address: str) -> None:
@@ -65,7 +69,7 @@ async def test_a_flood_of_one_action_does_not_starve_another(address: str) -> No
         assert lone in {run.run_id for run in await one.claim(room=10)}
 
 
-LIMITS: list[dict[str, Any]] = [{}, {"concurrency": 1000}, {"rate": "1000/s"}]
+LIMITS: list[dict[str, Any]] = [{}, {"concurrency": 1000}, {"rate": "1000/s", "burst": 1000}]
 
 
 def names(claimed: Sequence[Claimed], ids: dict[int, str]) -> Counter[str]:
@@ -156,10 +160,7 @@ async def test_what_runs_is_not_counted_for_a_rate_alone(address: str) -> None:
     ) as here:
         looked = []
         for identifier in here.catalogue.ids:
-            explain = "EXPLAIN (ANALYZE, FORMAT JSON) " + ALLOWED.replace("{schema}", "flotilla").replace(
-                "%(actions)s", "%s"
-            )
-            ((plan,),) = await here.sql(explain, [identifier])
+            ((plan,),) = await here.sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {ALLOWED_OF}", [identifier])
             looked.append(any(scan["Actual Loops"] > 0 for scan in scans(plan[0]["Plan"], "runs")))
         assert looked == [False, True]
 
@@ -275,7 +276,7 @@ async def test_overlap_queue_runs_one_after_another(address: str) -> None:
 
 
 async def test_a_rate_is_kept_by_all_together(address: str) -> None:
-    async with engine_harness(address, declare(rate="20/s")) as here:
+    async with engine_harness(address, declare(rate="20/s", burst=20)) as here:
         await here.trigger(*[Order("tick")] * 200)
         claiming = [await here.instance(f"i-{number}") for number in range(4)]
         loop = asyncio.get_running_loop()
@@ -285,25 +286,102 @@ async def test_a_rate_is_kept_by_all_together(address: str) -> None:
         while started < 50:
             for share in await asyncio.gather(*(each.claim() for each in claiming)):
                 started += len(share)
-            assert started <= 20 + 20 * (loop.time() - began) + 1
+            assert started <= 20 + 20 * (loop.time() - began + RATE_TOLERANCE)
+
+
+@pytest.mark.parametrize(("given", "burst"), [({}, 1), ({"burst": 3}, 3)])
+async def test_after_a_pause_a_burst_starts_at_once_and_nothing_beyond_it(
+    address: str, given: dict[str, Any], burst: int
+) -> None:
+    async with engine_harness(address, declare(rate="24/d", **given)) as here:
+        await here.trigger(*[Order("tick")] * 10)
+        claiming = [await here.instance(f"i-{number}") for number in range(2)]
+        started = [len(await each.claim()) for each in claiming * 2]
+        assert started == [burst, 0, 0, 0]
+
+
+async def test_a_high_rate_is_reached_with_a_burst_of_one(address: str) -> None:
+    """A claim makes up for the time since the last one, if that is no longer than the tolerance."""
+    async with engine_harness(address, declare(rate="1000/s")) as here:
+        await here.trigger(*[Order("tick")] * 200)
+        assert len(await (await here.instance("one")).claim(room=200)) == 1 + 1000 * RATE_TOLERANCE
+
+
+async def test_a_rate_beyond_any_number_of_runs_allows_as_many_as_there_are(address: str) -> None:
+    async with engine_harness(address, declare(rate="999999999/ms")) as here:
+        await here.trigger(*[Order("tick")] * 20)
+        assert len(await (await here.instance("one")).claim()) == 20
+
+
+async def test_a_rate_allows_the_next_start_when_the_wait_for_it_is_over(address: str) -> None:
+    async with engine_harness(address, declare(rate="10/s", burst=3)) as here:
+        found = []
+        for ahead in (0.0, 0.1, 0.19, 0.21, 0.23, 0.27, 0.29, 0.31, 0.5):
+            used = "UPDATE actions SET rate_used_until = clock_timestamp() + make_interval(secs => %s) RETURNING 1"
+            await here.sql(used, ahead)
+            found += await here.sql(f"SELECT allowed > 0, seconds <= 0 FROM ({ALLOWED_OF}) AS a", here.catalogue.ids)
+        assert all(allowed is over for allowed, over in found), found
+        assert {allowed for allowed, _ in found} == {True, False}
+
+
+async def test_at_its_concurrency_an_action_is_not_asked_again_at_once_because_its_rate_is_free(address: str) -> None:
+    async with engine_harness(address, declare(concurrency=1, rate="1000/s")) as here:
+        await here.trigger(*[Order("tick")] * 3)
+        one = await here.instance("one")
+        assert len(await one.claim()) == 1
+        now = asyncio.get_running_loop().time()
+        assert await one.claim() == []
+        due = one.backlog.next_due()
+        assert due is not None
+        assert due >= now + LIMIT_RETRY
+
+
+async def change(here: EngineHarness, **options: Any) -> None:
+    """Synchronise as an instance does that declares the action `tick` with these options."""
+    async with here.database.connection() as connection:
+        await synchronise(connection, NAMESPACE, Catalogue({"tick": declare(**options)}))
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "more"),
-    [("2/d", "1000/h", 998), ("2/d", "3/d", 1), ("10/d", "10/m", 0), ("4/d", "2/d", 0), ("2/d", None, 1000)],
+    ("before", "started", "after", "more"),
+    [
+        ({"rate": "2/d", "burst": 2}, 2, {"rate": "1000/h", "burst": 1000}, 998),
+        ({"rate": "2/d", "burst": 2}, 2, {"rate": "2/d", "burst": 3}, 1),
+        ({"rate": "10/d", "burst": 10}, 10, {"rate": "10/m", "burst": 10}, 0),
+        ({"rate": "4/d", "burst": 4}, 4, {"rate": "2/d"}, 0),
+        ({"rate": "1000/s"}, 51, {"rate": "1/d"}, 0),
+        ({"rate": "2/d", "burst": 2}, 2, {}, 1000),
+    ],
 )
 async def test_a_changed_rate_holds_from_the_next_claim_on(
-    address: str, before: str, after: str | None, more: int
+    address: str, before: dict[str, Any], started: int, after: dict[str, Any], more: int
 ) -> None:
     """What was started counts on; the time that the old rate would have taken does not."""
-    async with engine_harness(address, declare(rate=before)) as here:
+    async with engine_harness(address, declare(**before)) as here:
         await here.trigger(*[Order("tick")] * 1200)
         one = await here.instance("one")
-        assert len(await one.claim(room=1000)) == int(before.partition("/")[0])
-        changed = declare(rate=after)
-        async with here.database.connection() as connection:
-            await synchronise(connection, NAMESPACE, Catalogue({"tick": changed}))
+        assert len(await one.claim(room=1000)) == started
+        await change(here, **after)
         assert len(await one.claim(room=1000)) == more
+
+
+async def test_a_changed_rate_counts_as_many_starts_as_it_allows_at_once(address: str) -> None:
+    """Its burst, and what the tolerance adds to it."""
+    async with engine_harness(address, declare(rate="1000/d", burst=1000)) as here:
+        used = "UPDATE actions SET rate_used_until = clock_timestamp() + interval '1 day' RETURNING clock_timestamp()"
+        ((before,),) = await here.sql(used)
+        await change(here, rate="1000/s")
+        ((used_until, after),) = await here.sql("SELECT rate_used_until, clock_timestamp() FROM actions")
+        at_once = timedelta(milliseconds=1 + 1000 * RATE_TOLERANCE)
+        assert before + at_once <= used_until <= after + at_once
+
+
+async def test_a_rate_can_be_changed_however_long_no_run_has_started(address: str) -> None:
+    async with engine_harness(address, declare(rate="1000/s")) as here:
+        await here.trigger(*[Order("tick")] * 10)
+        await here.sql("UPDATE actions SET rate_used_until = clock_timestamp() - interval '300 days' RETURNING 1")
+        await change(here, rate="1/d")
+        assert len(await (await here.instance("one")).claim()) == 1
 
 
 async def test_a_limit_of_one_action_keeps_none_of_the_others(address: str) -> None:

@@ -9,8 +9,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from app.actions import mailings as actions
-from app.fleet import trigger
-from app.routes import mailings as routes
+from app.fleet import Action
 from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
@@ -97,12 +96,13 @@ async def test_a_route_that_fails_after_its_trigger_leaves_neither_mailing_nor_r
     office: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triggered = []
+    trigger = Action.trigger
 
     async def trigger_and_fail(*given: Any, **more: Any) -> int:
         triggered.append(await trigger(*given, **more))
         raise RuntimeError("something else went wrong")
 
-    monkeypatch.setattr(routes, "trigger", trigger_and_fail)
+    monkeypatch.setattr(Action, "trigger", trigger_and_fail)
     assert (await post(office)).status_code == 500
     assert len(triggered) == 1
     assert await office.sql(COUNTS) == [(0, 0)]

@@ -14,8 +14,9 @@ import pytest
 from app.fleet import FleetError, LimitReached, limit
 from app.fleet.cluster.link import clock
 from app.fleet.coordination.limits import Limits
-from app.fleet.coordination.permits import MAX_ANSWER_TIME, TOLERANCE, Limit
+from app.fleet.coordination.permits import MAX_ANSWER_TIME, Limit
 from app.fleet.db.pool.pool import Connection
+from app.fleet.duration import RATE_TOLERANCE
 from app.fleet.errors import LimitInvalid
 from app.fleet.validation import check_duration
 from tests.support.engine_harness import EngineHarness, engine_harness
@@ -76,7 +77,7 @@ async def test_all_instances_together_use_the_rate_in_any_period_and_no_more(her
         instants, began = list[float](), clock()
         await asyncio.gather(*(work(Limits(here.database), wanted, 30, instants, 1.0) for _ in range(3)))
         # One tolerance is the limit's, the other is for the machine that runs this test.
-        assert excess(instants, wanted.interval, burst) <= 2 * TOLERANCE / wanted.interval
+        assert excess(instants, wanted.interval, burst) <= 2 * RATE_TOLERANCE / wanted.interval
         # Permits that come too late are lost. That happens on a busy machine, but not in every round.
         if len(instants) >= 0.8 * (burst + 200 * min(1.0, clock() - began)):
             return

@@ -1,5 +1,6 @@
 """Declaring actions: everything that is wrong is said at once, with the name; nothing is found out in production."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from app.fleet import FleetError, PayloadInvalid, Run, action, trigger
-from app.fleet.duration import Rate
+from app.fleet import FleetError, PayloadInvalid, Run, action, limit, trigger
+from app.fleet.coordination.permits import Limit
+from app.fleet.duration import Rate, format_rate
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.errors import ActionInvalid, ActionUnknown, SettingsError
@@ -39,6 +41,13 @@ def declare(name: str = "tick", **options: Any) -> Action[Any]:
         ({"concurrency": 0}, "`concurrency` is 0, and must be 1 or more; to stop an action, pause it"),
         ({"rate": "fast"}, "'fast' is not a rate: write it like '10/s'"),
         ({"rate": "0/s"}, "'0/s' is not a rate"),
+        ({"rate": 20}, "20 is not a rate"),
+        ({"rate": "10/s", "burst": 0}, "`burst` is 0, and must be a whole number from 1 to 1000000"),
+        ({"rate": "10/s", "burst": 1_000_001}, "`burst` is 1000001"),
+        ({"rate": "10/s", "burst": 1.5}, "`burst` is 1.5"),
+        ({"rate": "10/s", "burst": True}, "`burst` is True"),
+        ({"rate": "1/d", "burst": 1000}, "`burst` is 1000, which at 1/d is more than a year's worth"),
+        ({"burst": 1}, "`burst` is 1, and there is no `rate`: give both, or neither"),
         ({"priority": 9999}, "`priority` is 9999"),
         ({"timeout": 0}, "`timeout` is 0 s"),
         ({"retention": "never"}, "`retention`: 'never' is not a duration"),
@@ -159,10 +168,32 @@ def test_a_scheduled_action_can_do_without_a_payload() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "interval", "burst"), [("10/s", 0.1, 10), ("100/m", 0.6, 100), ("5/10s", 2.0, 5), ("1/h", 3600.0, 1)]
+    ("text", "interval"), [("10/s", 0.1), ("100/m", 0.6), ("5/10s", 2.0), ("1/h", 3600.0), ("2/ms", 0.0005)]
 )
-def test_a_rate_is_so_many_in_so_long(text: str, interval: float, burst: int) -> None:
-    assert Rate.parse(text) == Rate(interval, burst)
+def test_a_rate_is_so_many_in_so_long_one_at_once_unless_a_burst_is_given(text: str, interval: float) -> None:
+    assert Rate.parse(text) == Rate(interval, 1)
+    assert Rate.parse(text, 7) == Rate(interval, 7)
+
+
+@pytest.mark.parametrize("text", ["20/s", "5/10s", "1/d"])
+def test_an_action_and_a_limit_read_a_rate_and_a_burst_in_the_same_way(text: str) -> None:
+    default = inspect.signature(limit).parameters["burst"].default
+    for declared, burst in ((declare(rate=text), default), (declare(rate=text, burst=7), 7)):
+        limited = Limit.of("tides", text, burst)
+        assert declared.rate == Rate(limited.interval, limited.burst)
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        *[(text, text) for text in ("20/s", "100/m", "100/h", "1/d", "3/7s", "1/7h", "7/365d", "1/30d", "1000/7s")],
+        *[("60/m", "1/s"), ("5/10s", "30/m"), ("5/ms", "5000/s"), ("24/d", "1/h"), ("999999999/s", "999999999/s")],
+    ],
+)
+def test_a_rate_is_written_as_it_may_be_declared(text: str, written: str) -> None:
+    interval = Rate.parse(text).interval
+    assert format_rate(interval) == written
+    assert Rate.parse(written).interval == pytest.approx(interval)
 
 
 # -- finding them -----------------------------------------------------------------------------------------------------
@@ -218,3 +249,5 @@ def test_an_unknown_action_is_said_with_where_to_look() -> None:
 async def test_a_trigger_outside_of_a_service_says_where_it_belongs() -> None:
     with pytest.raises(FleetError, match="are for the code of a running service"):
         await trigger("tick")
+    with pytest.raises(FleetError, match="are for the code of a running service"):
+        await declare().trigger()

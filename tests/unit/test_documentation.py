@@ -32,6 +32,7 @@ from app.fleet.cli import app as command_line
 from app.fleet.cluster import anomalies
 from app.fleet.db.namespace import Lock
 from app.fleet.db.schema import metadata
+from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.run import Blocking, Run
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import FleetError
@@ -267,6 +268,27 @@ def test_every_argument_of_trigger_has_a_row_with_its_default_and_an_order_has_t
     given = written_defaults(fleet.trigger)
     assert described == {name: default for name, default in given.items() if name != "action"}
     assert set(Order.__dataclass_fields__) - {"digest"} == set(given) - {"session"}
+
+
+def test_the_trigger_of_an_action_has_the_arguments_of_trigger() -> None:
+    method, function = (inspect.signature(each).parameters for each in (Action.trigger, fleet.trigger))
+    assert list(method)[0:2] == ["self", "payload"]
+    assert list(function)[0:2] == ["action", "payload"]
+    assert method["payload"].default is function["payload"].default
+    assert list(method.values())[2:] == list(function.values())[2:]
+
+
+def test_the_calls_that_trigger_are_written_with_their_parameters() -> None:
+    written = {codes(row["Call"])[0].removeprefix("await ") for row in rows(ACTIONS, "Call")}
+    calls = (("index_filing.trigger", Action.trigger), ("trigger", fleet.trigger), ("trigger_many", fleet.trigger_many))
+    assert written == {f"{name}({', '.join(with_star(function))})" for name, function in calls}
+
+
+def with_star(function: Callable[..., Any]) -> list[str]:
+    """The parameters of a call, with the `*` before those that are given by name."""
+    given = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    positional = [each.name for each in given if each.kind is not each.KEYWORD_ONLY]
+    return [*positional, "*", *(each.name for each in given if each.kind is each.KEYWORD_ONLY)]
 
 
 @pytest.mark.parametrize("page", ["actions", "python"])

@@ -11,8 +11,8 @@ permits and hands them to the callers that wait.
 Guarantees:
 
 - In any period, all instances together use at most `burst + rate × (seconds + tolerance)` permits. A permit may be
-  used for the tolerance after its time: `TOLERANCE`, or a tenth of the interval if that is longer, and the time that
-  PostgreSQL took to answer, usually a few milliseconds. It is never used early: its time counts from the answer.
+  used for the tolerance after its time: `RATE_TOLERANCE`, or a tenth of the interval if that is longer, and the time
+  that PostgreSQL took to answer, usually a few milliseconds. It is never used early: its time counts from the answer.
 - An older permit is discarded, and another one leased. So is the lease of an answer that took longer than
   `MAX_ANSWER_TIME`. So an instance that was frozen, or blocked its event loop, does not use many permits at once when
   it continues.

@@ -20,23 +20,21 @@ from app.fleet.cluster.link import clock
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Connection
 from app.fleet.db.pool.statements import fetch
-from app.fleet.duration import MAX_DURATION, Rate, format_duration
+from app.fleet.duration import RATE_TOLERANCE, Rate, format_duration
 from app.fleet.errors import DatabaseError, LimitInvalid, LimitReached
 from app.fleet.telemetry.logs import events
-from app.fleet.validation import check_count, check_name
+from app.fleet.validation import check_name
 
 # An instance leases the permits of this time at once, and leases again when less than `LEASE_AHEAD` of it is left. That
 # is longer than a statement takes, so that no permit is late.
 LEASE_SECONDS = 0.1
 LEASE_AHEAD = 0.05
-# How long after its time a permit may be used, or this share of the interval if that is longer.
-TOLERANCE = 0.05
+# A permit may be used for `RATE_TOLERANCE` after its time, or for this share of the interval if that is longer.
 TOLERANCE_SHARE = 0.1
 MAX_ANSWER_TIME = 0.5
 RETRY_INTERVAL = 0.25
 # For how long the last answer is used to refuse callers.
 ANSWER_LIFETIME = 1.0
-MAX_BURST = 1_000_000
 # The event loop's timers have this resolution. A timer must not fire early.
 TIMER_RESOLUTION = 0.001
 
@@ -94,18 +92,14 @@ class Limit:
     @classmethod
     def of(cls, name: str, rate: str, burst: int) -> Self:
         check_name("limit", name, LimitInvalid)
-        check_count("burst", burst, MAX_BURST, LimitInvalid)
         try:
-            interval = Rate.parse(str(rate)).interval
+            return cls(name, rate, Rate.parse(rate, burst).interval, burst)
         except ValueError as error:
             raise LimitInvalid(f"the limit {name!r}: {error}") from None
-        if interval * burst > MAX_DURATION:
-            raise LimitInvalid(f"the limit {name!r} has a burst of {burst} at {rate}: more than a year's worth")
-        return cls(name, rate, interval, burst)
 
     @property
     def tolerance(self) -> float:
-        return max(TOLERANCE, TOLERANCE_SHARE * self.interval)
+        return max(RATE_TOLERANCE, TOLERANCE_SHARE * self.interval)
 
     @property
     def lease_size(self) -> int:

@@ -21,6 +21,7 @@ from app.fleet.coordination import coordination
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
+from app.fleet.engine.actions import creator
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce, synchronise
 from app.fleet.engine.dispatch.backlog import OTHERS_DELAY, Backlog, Waiting
@@ -28,7 +29,7 @@ from app.fleet.engine.dispatch.claim import Claimant
 from app.fleet.engine.dispatch.dispatcher import Dispatcher
 from app.fleet.engine.dispatch.scheduler import Scheduler
 from app.fleet.engine.dispatch.server_clock import ServerClock
-from app.fleet.engine.enqueue.trigger import Triggers, current
+from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.maintenance import rescuer
@@ -128,7 +129,7 @@ class Engine:
 
     def enter(self) -> None:
         """Make the public functions mean this instance, in this task and in the tasks that it starts."""
-        current.set(self.triggers)
+        creator.current.set(self.triggers)
         once.current.set(self.seen)
         coordination.current.set(self._shared)
 

@@ -8,7 +8,8 @@ One statement finds runs with `FOR UPDATE SKIP LOCKED` and claims them. At its c
 - The action is not paused.
 - The limits of the action (`concurrency`, `rate`) allow it. The transaction locks the action's row (LOCK_LIMITED), and
   then reads the limits in a second statement (ALLOWED), because a statement sees what was committed when it began.
-  So the limits are exact, and claims of one limited action take turns.
+  So claims of one limited action take turns. `concurrency` is exact. For `rate`: in any period, all instances together
+  start at most `burst + rate × (seconds + RATE_TOLERANCE)` runs.
 
 A claim has four parts: who claims (`ME`), which runs it finds (a CTE `found` with their ids and weights, locked), how
 many of them one claim may carry (`PICKED`), and the change itself (`claimed_sql`). Ordered runs are found in another
@@ -22,6 +23,7 @@ Lock order: instance, actions by id, runs.
 from typing import Any, TypeAlias
 
 from app.fleet.db.namespace import Statement
+from app.fleet.duration import RATE_TOLERANCE
 from app.fleet.runs.effects.feed import feed_insert_sql
 
 Row: TypeAlias = tuple[Any, ...]
@@ -133,23 +135,25 @@ SELECT id FROM {schema}.actions WHERE id = ANY (%(actions)s) ORDER BY id FOR NO 
 """)
 
 # How many runs each action may start now, and after how many seconds its rate allows the next one. `rate_used_until`
-# moves on by one interval for each start (GCRA); it may be ahead of the clock by the burst. An action without any limit
-# (a newer release has removed it) allows all.
-ALLOWED = Statement("""
+# moves on by one interval for each start (GCRA); it may be ahead of the clock by the burst and the tolerance. Without
+# the tolerance, a rate would be lost between two claims: with a burst of 1, each claim could start one run. An action
+# without any limit (a newer release has removed it) allows all.
+ALLOWED = Statement(f"""
 SELECT a.id,
-       coalesce(least(
+       greatest(0, least(
+           2147483647,
            CASE WHEN a.concurrency IS NOT NULL THEN a.concurrency - (
-               SELECT count(*) FROM {schema}.runs AS r WHERE r.action_id = a.id AND r.state = 'running'
+               SELECT count(*) FROM {{schema}}.runs AS r WHERE r.action_id = a.id AND r.state = 'running'
            ) END,
            floor(
-               a.rate_burst
-               - extract(epoch FROM greatest(a.rate_used_until, statement_timestamp()) - statement_timestamp())
-                 / a.rate_interval
-               + 1e-6
+               a.rate_burst + 1e-6
+               + ({RATE_TOLERANCE} - extract(epoch FROM greatest(a.rate_used_until, statement_timestamp())
+                                                    - statement_timestamp())) / a.rate_interval
            )
-       )::int, 2147483647) AS allowed,
-       extract(epoch FROM a.rate_used_until - statement_timestamp())::float8 - (a.rate_burst - 1) * a.rate_interval
-FROM {schema}.actions AS a
+       ))::int AS allowed,
+       extract(epoch FROM a.rate_used_until - statement_timestamp())::float8
+       - (a.rate_burst - 1) * a.rate_interval - {RATE_TOLERANCE} AS seconds
+FROM {{schema}}.actions AS a
 WHERE a.id = ANY (%(actions)s)
 """)
 

@@ -6,7 +6,8 @@
 The decorator checks the options at import time, so a service with an invalid action does not start. The catalogue finds
 the actions (`catalogue.py`).
 
-An action can be called like its function, so it can be tested without an engine.
+An action can be called like its function, so it can be tested without an engine. `Action.trigger` creates a run in the
+service whose code calls it (`creator.py`).
 """
 
 import inspect
@@ -15,13 +16,16 @@ import re
 import typing
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Generic, cast
 
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
+from app.fleet.db.pool.statements import Place
 from app.fleet.db.stored_json import why_unreadable
 from app.fleet.duration import MAX_DURATION, Duration, Rate, format_duration, parse_duration
+from app.fleet.engine.actions.creator import current_creator
 from app.fleet.engine.actions.run import P, Run
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
 from app.fleet.errors import ActionInvalid, PayloadInvalid
@@ -62,6 +66,19 @@ class Action(Generic[P]):
 
     def __call__(self, run: Run[P]) -> Any:
         return self.handler(run)
+
+    async def trigger(
+        self,
+        payload: P | None = None,
+        *,
+        key: str | None = None,
+        run_at: datetime | None = None,
+        priority: int | None = None,
+        ordering_key: str | None = None,
+        session: Place | None = None,
+    ) -> int:
+        """Create a run; return its id. With `session`, the run exists exactly if that transaction commits."""
+        return await current_creator().create(self.name, payload, key, run_at, priority, ordering_key, session)
 
     @property
     def location(self) -> str:
@@ -158,6 +175,7 @@ def action(
     timeout: Duration = "1h",
     concurrency: int | None = None,
     rate: str | None = None,
+    burst: int | None = None,
     priority: int = 0,
     retention: Duration = "7d",
 ) -> Callable[[AnyHandler[P]], Action[P]]:
@@ -178,7 +196,7 @@ def action(
                 max_retry_delay=positive("max_retry_delay", max_retry_delay),
                 timeout=positive("timeout", timeout),
                 concurrency=concurrency,
-                rate=None if rate is None else Rate.parse(rate),
+                rate=rate_of(rate, burst),
                 priority=priority,
                 retention=positive("retention", retention),
                 summary=(inspect.getdoc(handler) or "").partition("\n")[0],
@@ -211,6 +229,14 @@ def check(name: str, misfire: Misfire, overlap: Overlap, retries: int, concurren
         raise ValueError(f"`concurrency` is {concurrency!r}, and must be 1 or more; to stop an action, pause it")
     if not isinstance(priority, int) or priority not in PRIORITIES:
         raise ValueError(f"`priority` is {priority!r}, and must be from {PRIORITIES[0]} to {PRIORITIES[-1]}")
+
+
+def rate_of(rate: str | None, burst: int | None) -> Rate | None:
+    if rate is not None:
+        return Rate.parse(rate, 1 if burst is None else burst)
+    if burst is not None:
+        raise ValueError(f"`burst` is {burst!r}, and there is no `rate`: give both, or neither")
+    return None
 
 
 def check_without_payload(declared: Action[Any]) -> None:

@@ -16,7 +16,6 @@ computed from the last one, as always, so a pause does not move the following sl
 paused does nothing, so a slot that is due stays due.
 """
 
-import re
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from psycopg.rows import dict_row
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection
 from app.fleet.db.pool.statements import SHORT_IDLE
-from app.fleet.duration import format_duration
+from app.fleet.duration import format_duration, format_rate
 from app.fleet.engine.actions.action import NAME
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Misfire, Overlap, Schedule
@@ -58,6 +57,7 @@ class ActionRecord:
     max_attempts: int
     concurrency: int | None
     rate: str | None
+    burst: int | None
     retention: str
 
 
@@ -207,7 +207,8 @@ def record(row: dict[str, Any], catalogue: Catalogue, last_run: ListedRun | None
         priority=row["priority"],
         max_attempts=row["max_attempts"],
         concurrency=row["concurrency"],
-        rate=format_rate(row["rate_interval"], row["rate_burst"]),
+        rate=None if row["rate_interval"] is None else format_rate(row["rate_interval"]),
+        burst=row["rate_burst"],
         retention=format_duration(row["retention"]),
     )
 
@@ -216,13 +217,6 @@ def state_of(row: dict[str, Any]) -> ActionState:
     if not row["standby"]:
         return "vanished"
     return "paused" if row["paused"] else "active"
-
-
-def format_rate(interval: float | None, burst: int | None) -> str | None:
-    """Format a rate as it is declared: `10/s`, `5/10s`."""
-    if interval is None or burst is None:
-        return None
-    return re.sub(r"/1(?=[a-z])", "/", f"{burst}/{format_duration(round(interval * burst, 3))}")
 
 
 def unknown(name: str) -> ActionUnknown:

@@ -12,8 +12,8 @@ Only a new action draws an id: ids have 28 bits and are never reused.
                         releases that start alternately, more often than the interval, would postpone it for ever
     `cron`              the next slot is the next one of the expression
     no schedule option  the next slot stays, however often instances restart
-    `rate`              applies from the next claim: the starts that count against the old rate count against the new
-                        one, but no more than its burst
+    `rate`, `burst`     apply from the next claim: the starts that count against the old rate count against the new
+                        one, but no more of them than the new one allows at once
 
 A pause belongs to the operator and stays. An action that the code no longer has keeps its row and its runs; no instance
 claims or schedules it.
@@ -28,6 +28,7 @@ from typing import Any
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection
+from app.fleet.duration import RATE_TOLERANCE
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 
@@ -83,9 +84,10 @@ SET schedule = d.schedule,
         WHEN (a.rate_interval, a.rate_burst) IS NOT DISTINCT FROM (d.rate_interval, d.rate_burst)
         THEN a.rate_used_until
         WHEN a.rate_interval IS NULL OR a.rate_used_until IS NULL THEN NULL
-        ELSE clock_timestamp() + make_interval(secs => d.rate_interval * least(
-            d.rate_burst, extract(epoch FROM a.rate_used_until - clock_timestamp())::float8 / a.rate_interval
-        ))
+        ELSE clock_timestamp() + make_interval(secs => greatest(0, least(
+            d.rate_burst * d.rate_interval + {RATE_TOLERANCE},
+            extract(epoch FROM a.rate_used_until - clock_timestamp())::float8 / a.rate_interval * d.rate_interval
+        )))
     END,
     next_run_at = CASE
         WHEN a.schedule IS NOT DISTINCT FROM d.schedule THEN a.next_run_at

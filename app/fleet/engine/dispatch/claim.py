@@ -326,7 +326,8 @@ class Claimant:
         for action_id, request in by_action.items():
             many, wait = allowed.get(action_id, (0, LOCKED_RETRY))
             if many <= 0:
-                retry = LIMIT_RETRY if wait is None else min(max(wait, 0.001), LIMIT_RETRY)
+                # If the rate makes no claim wait, the concurrency does.
+                retry = LIMIT_RETRY if wait is None or wait <= 0 else min(max(wait, 0.001), LIMIT_RETRY)
                 self._backlog.wait(request.key, now + retry)
         return rows
 

@@ -1,8 +1,10 @@
 """Triggering: the API with which a service's code creates runs, and `Triggers`, which executes it.
 
+    await research_filing.trigger(filing, session=session)
     await trigger("research-filing", filing, session=session)
 
-With `session`, the run exists exactly if the caller's transaction commits, and no instance is notified before that.
+A type checker checks the payload of the first; the second does not import the action. With `session`, the run exists
+exactly if the caller's transaction commits, and no instance is notified before that.
 
     orders.py       the orders, and their checks
     insert.py       how checked orders become runs
@@ -12,7 +14,6 @@ With `session`, the run exists exactly if the caller's transaction commits, and 
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
 
@@ -22,9 +23,9 @@ from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import Place
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
+from app.fleet.engine.actions.creator import current_creator
 from app.fleet.engine.enqueue.insert import Triggered, insert
 from app.fleet.engine.enqueue.orders import Order, prepare
-from app.fleet.errors import FleetError
 from app.fleet.runs.read.records import Trigger
 from app.fleet.stream.hub import Hub
 
@@ -55,11 +56,22 @@ class Triggers:
         async with self.database.connection() as connection:
             return await insert(connection, self.database.namespace, prepared, by, mark)
 
+    async def create(
+        self,
+        action: str,
+        payload: Any,
+        key: str | None,
+        run_at: datetime | None,
+        priority: int | None,
+        ordering_key: str | None,
+        session: Place | None,
+    ) -> int:
+        """Create a run; return its id."""
+        (done,) = await self.trigger([Order(action, payload, key, run_at, priority, ordering_key)], session)
+        return done.id
+
 
 # -- for the service's code -------------------------------------------------------------------------------------------
-
-# The service whose actions `trigger` means: set for each request and each attempt.
-current: ContextVar[Triggers] = ContextVar("flotilla_triggers")
 
 
 async def trigger(
@@ -74,8 +86,7 @@ async def trigger(
 ) -> int:
     """Create a run of an action; return its id. With `session`, the run exists exactly if that transaction commits."""
     name = action if isinstance(action, str) else action.name
-    (done,) = await here().trigger([Order(name, payload, key, run_at, priority, ordering_key)], session)
-    return done.id
+    return await current_creator().create(name, payload, key, run_at, priority, ordering_key, session)
 
 
 async def trigger_many(orders: Sequence[Order], *, session: Place | None = None) -> list[int]:
@@ -89,10 +100,6 @@ def transaction() -> AbstractAsyncContextManager[AsyncSession]:
 
 
 def here() -> Triggers:
-    try:
-        return current.get()
-    except LookupError:
-        raise FleetError(
-            "trigger() and transaction() are for the code of a running service: a route, or an action. Elsewhere, use "
-            "the REST API or `flotilla trigger`"
-        ) from None
+    creator = current_creator()
+    assert isinstance(creator, Triggers), "the engine sets no other"
+    return creator

@@ -2,7 +2,7 @@
 
     async with once("filings", filing.accession) as fresh:
         if fresh:
-            await trigger("research-filing", filing, session=fresh.session)
+            await research_filing.trigger(filing, session=fresh.session)
 
 The block is fresh if it has taken the key. Then no other block gets the key, until this one ends. If the block ends
 without an exception, the key becomes `seen`; otherwise it is free again, and the next block is fresh.
