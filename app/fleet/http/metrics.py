@@ -21,7 +21,7 @@ router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
 @router.get("/metrics", response_class=Response)
 async def metrics(context: InContext) -> Response:
     """Return the metrics of this instance in the text format of Prometheus."""
-    return Response(generate_latest(FleetCollector().fill(values(context))), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(FleetCollector(values(context))), media_type=CONTENT_TYPE_LATEST)
 
 
 def values(context: Context) -> Mapping[str, Value]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 # One value, or a value for each combination of label values.
 Value: TypeAlias = float | Mapping[tuple[str, ...], float]
@@ -115,27 +115,18 @@ class ByName(Counter[str]):
 
 
 class FleetCollector(Collector):
-    """Turns values into metrics. The values are read at each scrape, so nothing has to keep them up to date."""
+    """Turns values into metrics. Each definition must have a value: without one, the scrape fails."""
 
-    def __init__(self) -> None:
-        self._values: dict[str, Value] = {}
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = values
 
     def collect(self) -> Iterator[Metric]:
         for definition in DEFINITIONS:
-            value = self._values.get(definition.name)
-            if value is None:
-                continue
             family = (CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily)(
                 definition.name, definition.meaning, labels=definition.labels
             )
+            value = self._values[definition.name]
             samples = value if isinstance(value, Mapping) else {(): value}
             for labels, sample in samples.items():
                 family.add_metric(labels, sample)
             yield family
-
-    def fill(self, values: Mapping[str, Value]) -> CollectorRegistry:
-        """Return a registry with these values and no others."""
-        self._values = dict(values)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return registry
