@@ -156,7 +156,8 @@ class Leader:
             self._record_term(identity)
             while not self._stopping.is_set() and self._link.identity == identity:
                 self._check(session)
-                self._clean_up()
+                if self._to_clean_up:
+                    self._with_writer(self._clean_up)
                 if clock() - self._pruned_at > PRUNE_INTERVAL:
                     self._pruned_at = clock()
                     self._with_writer(self._registry.prune)
@@ -201,13 +202,9 @@ class Leader:
             log.warning("instance.gone", id=identifier, name=name, reason="its session ended")
             self._to_clean_up.append(identifier)
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, session: Session) -> None:
         """Process one batch of the rows that a gone instance left."""
-        if self._to_clean_up:
-            self._with_writer(partial(self._clean_up_instance, self._to_clean_up[0]))
-
-    def _clean_up_instance(self, identifier: int, session: Session) -> None:
-        if not self._registry.clean_up(session, identifier):
+        if not self._registry.clean_up(session, self._to_clean_up[0]):
             self._to_clean_up.popleft()
 
     def _with_writer(self, work: Callable[[Session], object]) -> None:

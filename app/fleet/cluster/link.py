@@ -94,22 +94,15 @@ class LeaveRequest:
 class Link:
     """Opened by `join`, closed by `leave`; everything between happens in its thread."""
 
-    def __init__(
-        self,
-        address: str,
-        registry: Registry,
-        registration: Registration,
-        callbacks: Callbacks,
-        running: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """`running` returns the number of runs here, for the registry; it is called in the link's thread."""
+    def __init__(self, address: str, registry: Registry, registration: Registration, callbacks: Callbacks) -> None:
         self.stats = LinkStats()
         self.relinked_at: float | None = None
+        # Returns the number of runs here, for the registry; called in the link's thread.
+        self.running: Callable[[], int] = lambda: 0
         self._address = address
         self._registry = registry
         self._registration = registration
         self._callbacks = callbacks
-        self._running = running
         self._state = "starting"
         # One for each `announce` whose state the registry does not have yet.
         self._announcements: deque[Future[None]] = deque()
@@ -248,7 +241,7 @@ class Link:
         # The heartbeat answers only announcements whose state it can have sent.
         sent, announcements = clock(), len(self._announcements)
         before = time.time()
-        reply = self._registry.heartbeat(session, self._identity, self._state, self._running(), self._clock_ahead)
+        reply = self._registry.heartbeat(session, self._identity, self._state, self.running(), self._clock_ahead)
         if reply is None:
             raise psycopg.OperationalError("this instance was declared gone")
         self._trusted_until = sent + PATIENCE
