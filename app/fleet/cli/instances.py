@@ -27,7 +27,7 @@ from app.fleet.cli.terminal import (
     write_table,
 )
 from app.fleet.cluster.registry import Instance, Registry, Session
-from app.fleet.coordination.locks.by_instance import read_lock_names
+from app.fleet.coordination.locks.admin import read_lock_names
 from app.fleet.db import dsn, embedded, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import FleetError, SettingsError, StartRefused

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
 from app.fleet.cluster.registry import Instance
-from app.fleet.coordination.locks.by_instance import lock_names
+from app.fleet.coordination.locks.admin import lock_names
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import InContext
 from app.fleet.lifecycle import Phase

@@ -23,15 +23,8 @@ import psycopg
 from app.fleet.background import BackgroundTasks
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
+from app.fleet.coordination.locks import statements
 from app.fleet.coordination.locks.held import LockRequest
-from app.fleet.coordination.locks.statements import (
-    GRANT_RELEASED,
-    IS_RELEASED,
-    LEAVE_QUEUE,
-    READ_OWN_ROWS,
-    RELEASE,
-    RELEASE_WITHOUT_GRANT,
-)
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import fetch
@@ -113,9 +106,9 @@ class LockRows:
         values = {"name": name, "token": token, "me": owner.id}
         try:
             with self.writing(name):
-                if await self.fetch(RELEASE, values):
+                if await self.fetch(statements.RELEASE, values):
                     return True
-                if not await self.fetch(RELEASE_WITHOUT_GRANT, values):
+                if not await self.fetch(statements.RELEASE_WITHOUT_GRANT, values):
                     return False
         except (psycopg.Error, DatabaseError) as error:
             # From now on, no task knows the row: it is released as an orphan.
@@ -131,13 +124,15 @@ class LockRows:
         interval = MIN_POLL_INTERVAL
         values = {"name": name, "token": token}
         with suppress(psycopg.Error, DatabaseError):
-            while not await self.fetch(GRANT_RELEASED, values) and await self.fetch(IS_RELEASED, values):
+            while not await self.fetch(statements.GRANT_RELEASED, values):
+                if not await self.fetch(statements.IS_RELEASED, values):
+                    return
                 await asyncio.sleep(interval)
                 interval = min(interval * BACKOFF, MAX_POLL_INTERVAL)
 
     async def leave_queue(self, name: str, waiter: int) -> None:
         with suppress(psycopg.Error, DatabaseError), self.writing(name):
-            if not await self.fetch(LEAVE_QUEUE, {"waiter": waiter}):
+            if not await self.fetch(statements.LEAVE_QUEUE, {"waiter": waiter}):
                 # The lock was granted to this waiter meanwhile.
                 self.orphans_suspected.set()
 
@@ -160,7 +155,7 @@ class LockRows:
     async def release_orphans(self) -> bool:
         """Release the rows that no task here knows; true if there were any."""
         me = await self.identity()
-        rows = await self.fetch(READ_OWN_ROWS, {"me": me.id})
+        rows = await self.fetch(statements.READ_OWN_ROWS, {"me": me.id})
         unknown = [row for row in rows if row[:2] not in self.locks and row[2] not in self.waiters]
         self._unknown = {row: self._unknown.get(row) or set(self._in_flight.get(row[0], ())) for row in unknown}
         for row in unknown:
@@ -169,7 +164,7 @@ class LockRows:
                 continue
             log.info("lock.orphan_released", lock=name, token=token, waiter=waiter)
             if token is None:
-                await self.fetch(LEAVE_QUEUE, {"waiter": waiter})
+                await self.fetch(statements.LEAVE_QUEUE, {"waiter": waiter})
             else:
                 await self.release(name, token, me)
         return bool(unknown)
