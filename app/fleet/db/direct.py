@@ -17,7 +17,7 @@ Not guaranteed: anything behind a pooler in transaction mode. `preflight` refuse
 
 import os
 import socket
-from typing import Any, TypeVar
+from typing import Any
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -26,7 +26,6 @@ from app.fleet.db.dsn import READ_COMMITTED, with_options
 
 LEASE = 5.0
 PATIENCE = 2.5
-Answer = TypeVar("Answer")
 
 
 class DirectSession(psycopg.Connection[TupleRow]):

@@ -46,15 +46,11 @@ class Namespace:
     def schema(self) -> str:
         return self.name.replace("-", "_")
 
-    @property
-    def channel(self) -> str:
-        return self.schema
-
     def sql(self, statement: Statement) -> bytes:
         """Fill in the placeholders. The schema contains only `[a-z0-9_]`, so quoting it is enough."""
         if statement not in self._statements:
             # The schema is derived from a validated setting, not from a request.
             oid = f"(SELECT oid::int4 FROM pg_catalog.pg_namespace WHERE nspname = '{self.schema}')"
             filled = statement.replace("{schema}", f'"{self.schema}"').replace("{class}", oid)
-            self._statements[statement] = filled.replace("{channel}", self.channel).encode()
+            self._statements[statement] = filled.replace("{channel}", self.schema).encode()
         return self._statements[statement]
