@@ -53,11 +53,8 @@ class Reader:
         self._older_batches = SharedRead(self._read_older_batches, 1)
 
     async def stop(self) -> None:
-        await self.first_pages.stop()
-        await self.feed_starts.stop()
-        await self._names_read.stop()
-        await self._older_pages.stop()
-        await self._older_batches.stop()
+        for shared in (self.first_pages, self.feed_starts, self._names_read, self._older_pages, self._older_batches):
+            await shared.stop()
 
     async def new_pages(self, afters: Mapping[int, int]) -> dict[int, EventPage]:
         """Read the next events of these runs, after these numbers."""

@@ -8,7 +8,6 @@ A forced release waits for a transaction that is guarded by the lock at the mome
 transaction may still commit, and no later one of the former holder.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -86,7 +85,7 @@ class LockRecord:
     waiting: int
 
 
-async def list_locks(connection: Connection, namespace: Namespace, name: str | None = None) -> Sequence[LockRecord]:
+async def list_locks(connection: Connection, namespace: Namespace, name: str | None = None) -> list[LockRecord]:
     """Return the locks that are held; with `name`, at most the lock of this name."""
     async with connection.cursor(row_factory=class_row(LockRecord)) as cursor:
         await cursor.execute(namespace.sql(LIST), {"name": name})
