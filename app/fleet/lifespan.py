@@ -30,7 +30,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -68,12 +68,11 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     started: list[Service] = []
     try:
         services = await start_up(context, signals, started)
-    except FleetError as error:
-        context.start_error = error
-        await stop_all(started)
-        raise
-    except BaseException:
-        await stop_all(started)
+    except BaseException as error:
+        if isinstance(error, FleetError):
+            context.start_error = error
+        for service in reversed(started):
+            await service.stop()
         raise
     shutdown = Shutdown(context, signals, services)
     signals.install(shutdown.begin, drain_timeout=context.settings.drain_timeout)
@@ -148,12 +147,6 @@ async def checked_addresses(settings: FleetSettings) -> dsn.Addresses:
     for place in route.unencrypted:
         log.warning("database.unencrypted", database=place)
     return addresses
-
-
-async def stop_all(started: Sequence[Service]) -> None:
-    """Stop the services of a start-up that was refused or failed."""
-    for service in reversed(started):
-        await service.stop()
 
 
 def leave(reason: str) -> None:
