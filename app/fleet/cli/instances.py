@@ -40,6 +40,9 @@ COLUMNS = (
     "NAME", "ID", "STATE", "LEADER", "RUNNING", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP", "WORKSPACE",
 )  # fmt: skip
 
+Workspace = Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")]
+Force = Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")]
+
 
 # -- starting ---------------------------------------------------------------------------------------------------------
 
@@ -50,8 +53,8 @@ def serve(
         int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 lets the system choose.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of this instance.")] = None,
-    workspace: Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")] = False,
+    workspace: Workspace = None,
+    force: Force = False,
 ) -> None:
     """Run one instance in the foreground, for example in a container."""
     given = {"HOST": host, "PORT": port, "INSTANCE_NAME": name, "WORKSPACE": workspace}
@@ -80,8 +83,8 @@ def serve(
 def up(
     instances: Annotated[int, typer.Option("--instances", "-n", min=1, max=100, help="Number of instances.")] = 3,
     name: Annotated[str | None, typer.Option(help="Name of the instance; several get NAME-1, NAME-2, …")] = None,
-    workspace: Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")] = False,
+    workspace: Workspace = None,
+    force: Force = False,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of the first instance; the others get the next ports.")
     ] = None,

@@ -1,4 +1,4 @@
-"""What every command needs: the settings, a database session, and the output as text, tables or JSON.
+"""Shared by all commands: the settings, a database session, and the output as text, tables or JSON.
 
 Tables show local times; `--json` prints what the REST API would answer. Text from the database is not trusted: it is
 printed without markup, and with its control characters escaped, because a terminal would interpret them.

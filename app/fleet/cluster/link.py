@@ -16,7 +16,7 @@ writes a heartbeat once a second and waits for notifications in between. Guarant
     cannot be opened                     retries four times a second without end, and holds nothing
     joins again, its name is now taken   drains and leaves (`on_refused`): no two instances of one name
 
-Notifications only save time. What a lost one would have requested is in the answer to the next heartbeat.
+Notifications only save time: the answer to the next heartbeat has what a lost notification requested.
 """
 
 import contextlib

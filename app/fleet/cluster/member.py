@@ -233,7 +233,7 @@ class Member(Service):
         try:
             dropping.result(DROP_TIMEOUT)
         except TimeoutError:
-            # What still runs is rejected by token; waiting longer would only delay joining again.
+            # Late writes are rejected by token; waiting longer would only delay joining again.
             log.warning("instance.drop_incomplete", id=lost.id, seconds=DROP_TIMEOUT)
 
     async def _drop_all(self, lost: Identity) -> None:

@@ -1,7 +1,7 @@
 """Checks, before anything is written, whether the database is suitable; each error says what to do.
 
-A pooler at the direct address is recognised by the process id that it reports at connect, which differs from that of
-the backend that answers. In transaction mode, session locks and LISTEN would be lost between two statements.
+A pooler at the direct address is recognised by its process id: it reports one at connect, and the backend that answers
+has another. In transaction mode, session locks and LISTEN would be lost between two statements.
 
 Whether the pool's address and the direct address lead to the same database is tested with a lock, the marker: a session
 of one takes an advisory lock with a random key, and a session of the other must not get it. Every role may do that, and

@@ -43,7 +43,7 @@ from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.middleware import RETRY_MS
 from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.edge.problems import HttpError, Unavailable
-from app.fleet.http.runs import RunId, number_of, states_of
+from app.fleet.http.runs import RunId, States, number_of, states_of
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
 from app.fleet.runs.effects.feed import Batch
 from app.fleet.stream.channel import Follower
@@ -188,11 +188,7 @@ async def selected_actions(
     return selected
 
 
-async def selected_states(
-    state: Annotated[
-        list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
-    ] = None,
-) -> set[str]:
+async def selected_states(state: States = None) -> set[str]:
     return set(states_of(state or ()))
 
 

@@ -57,6 +57,9 @@ MAX_PAGE_BYTES = 1_000_000
 STATES = TypeAdapter(list[State])
 
 RunId = Annotated[str, Path(alias="id", description="A whole number")]
+States = Annotated[
+    list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
+]
 
 
 @dataclass(frozen=True)
@@ -150,9 +153,7 @@ async def retry_many(request: Request, context: InContext) -> Response:
 async def list_runs(
     context: InContext,
     action: str | None = None,
-    state: Annotated[
-        list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
-    ] = None,
+    state: States = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     cursor: str | None = None,
 ) -> Response:

@@ -149,7 +149,7 @@ class Reader:
     # -- the feed -----------------------------------------------------------------------------------------------------
 
     async def _number(self, connection: Connection) -> Numbering:
-        """Number the rows that have no number: all of them, or those of `NUMBERING_STEPS` transactions."""
+        """Number the rows that have no number, in at most `NUMBERING_STEPS` transactions."""
         for _ in range(NUMBERING_STEPS):
             self.reads += 1
             numbering = await self._numberer.step(connection, self._database.namespace)
