@@ -1,10 +1,8 @@
 """Start-up and ordered shutdown of an instance, each as a list of steps.
 
 The shutdown begins at the signal, not at the lifespan's end: uvicorn closes its listener within 100 ms of SIGTERM, and
-a load balancer that has not noticed by then still sends requests to it. So start-up installs a signal handler before
-uvicorn's (`server/signals.py`). The handler starts the shutdown, which waits while the listener is still open and only
-then passes the signal on to uvicorn. This is the same under plain `uvicorn app.main:app`, in each process of
-`--workers N`, and under `flotilla serve`.
+load balancers that have not noticed by then still send requests to it. So a signal handler (`server/signals.py`) starts
+the shutdown, which waits while the listener is still open and only then passes the signal on to uvicorn.
 
     signal, or `flotilla down`           1 flag        readiness is 503; leadership and singletons pass to others;
                                                        streams end

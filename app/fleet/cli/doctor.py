@@ -86,7 +86,7 @@ def examine(settings: FleetSettings) -> list[Finding]:
     )
     namespace = Namespace(settings.namespace)
     try:
-        with open_session(addresses.direct, application=f"flotilla/{namespace.name}/doctor", lease=None) as session:
+        with open_session(addresses.direct, application=namespace.application("doctor"), lease=None) as session:
             for check in (check_schema, check_clock, check_privileges, check_budget):
                 findings += check(session, namespace, settings)
     except psycopg.Error as error:

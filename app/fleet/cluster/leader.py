@@ -113,7 +113,7 @@ class Leader:
                 self._stopping.wait(RETRY_INTERVAL)
                 continue
             try:
-                application = self._application(f"turn/{identity.name}")
+                application = self._registry.namespace.application(f"turn/{identity.name}")
                 with open_session(self._address, application=application, lease=LEASE) as session:
                     self._session = session
                     if self._wait_for_turn(session, identity):
@@ -223,7 +223,7 @@ class Leader:
             raise
 
     def _open_writer(self) -> DirectSession:
-        writer = open_session(self._address, application=self._application("leader"))
+        writer = open_session(self._address, application=self._registry.namespace.application("leader"))
         # It may be idle for a whole term. Inside a transaction the lease still applies.
         writer.execute("SET idle_session_timeout = 0")
         return writer
@@ -241,6 +241,3 @@ class Leader:
                 self._on_elected()
             else:
                 log.info("leader.ended", reason="stepped down" if self._stopping.is_set() else "session lost")
-
-    def _application(self, role: str) -> str:
-        return f"flotilla/{self._registry.namespace.name}/{role}"

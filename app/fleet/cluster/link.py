@@ -318,7 +318,7 @@ class Link:
 
     def _application(self, identity: Identity | None = None) -> str:
         name = f"/{identity.name}" if identity else ""
-        return f"flotilla/{self._registry.namespace.name}/link{name}"[:63]
+        return self._registry.namespace.application(f"link{name}")
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

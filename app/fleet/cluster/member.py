@@ -262,7 +262,7 @@ class Member(Service):
 
     def _write_final_record(self, identifier: int) -> None:
         try:
-            application = f"flotilla/{self._registry.namespace.name}/record"
+            application = self._registry.namespace.application("record")
             with open_session(self._addresses.direct, application=application) as session:
                 self._registry.write_shutdown(session, identifier, self._shutdown_record)
         except (psycopg.Error, FleetError) as error:

@@ -101,7 +101,7 @@ def inspect(connection: psycopg.Connection[psycopg.rows.TupleRow], namespace: Na
 
 def migrate(address: str, namespace: Namespace) -> bool:
     """Migrate the schema to the newest revision, once for the whole cluster; return whether this process did it."""
-    with open_session(address, application=f"flotilla/{namespace.name}/migrate", lease=None) as session:
+    with open_session(address, application=namespace.application("migrate"), lease=None) as session:
         session.patience = None
         take_lock(session, namespace)
         try:
@@ -123,7 +123,7 @@ def take_lock(session: psycopg.Connection[psycopg.rows.TupleRow], namespace: Nam
         if time.monotonic() > deadline:
             raise SchemaOutdated(
                 f"another process has been migrating {namespace.schema!r} for {LOCK_TIMEOUT:.0f} s: find what it waits "
-                f"for in pg_stat_activity (application_name 'flotilla/{namespace.name}/migrate')"
+                f"for in pg_stat_activity (application_name {namespace.application('migrate')!r})"
             )
         time.sleep(POLL_INTERVAL)
 
@@ -147,8 +147,7 @@ def upgrade(address: str, namespace: Namespace) -> None:
 
 def alembic_session(address: str, namespace: Namespace) -> DirectSession:
     """Open a session for Alembic: transactional, and without a limit on the time of a statement."""
-    name = f"flotilla/{namespace.name}/alembic"
-    session = open_session(address, application=name, lease=None, autocommit=False)
+    session = open_session(address, application=namespace.application("alembic"), lease=None, autocommit=False)
     session.patience = None
     return session
 
@@ -163,7 +162,7 @@ def ensure_current(
     deadline = time.monotonic() + wait
     logged = False
     while True:
-        with open_session(address, application=f"flotilla/{namespace.name}/start", lease=None) as session:
+        with open_session(address, application=namespace.application("start"), lease=None) as session:
             state = inspect(session, namespace)
         if state in {State.CURRENT, State.AHEAD}:
             return

@@ -46,6 +46,10 @@ class Namespace:
     def schema(self) -> str:
         return self.name.replace("-", "_")
 
+    def application(self, role: str) -> str:
+        """Return the name of a session, as `pg_stat_activity` shows it: PostgreSQL keeps 63 bytes."""
+        return f"flotilla/{self.name}/{role}"[:63]
+
     def sql(self, statement: Statement) -> bytes:
         """Fill in the placeholders. The schema contains only `[a-z0-9_]`, so quoting it is enough."""
         if statement not in self._statements:

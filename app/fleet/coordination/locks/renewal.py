@@ -37,8 +37,6 @@ log = events(__name__)
 
 
 class HeldLocks:
-    """The locks that this instance holds."""
-
     def __init__(self, namespace: Namespace, member: Member) -> None:
         self.lost = 0
         self._sql = namespace.sql
