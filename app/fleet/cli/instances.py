@@ -11,7 +11,6 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import typer
@@ -149,7 +148,7 @@ def wait_until_ready(port: int, process: "subprocess.Popen[bytes]", settings: Fl
         if process.poll() is not None:
             tail = "\n".join(Path(log_file(str(port))).read_text(errors="replace").splitlines()[-5:])
             raise StartRefused(f"the instance on port {port} exited with {process.returncode}:\n{tail}")
-        with contextlib.suppress(URLError, OSError):
+        with contextlib.suppress(OSError):
             if urlopen(f"http://{reachable(settings.host)}:{port}/health/ready", timeout=2).status == 200:
                 return
         time.sleep(0.05)

@@ -304,7 +304,7 @@ class Link:
         self.stats.identities_lost += 1
         log.warning("instance.identity_lost", id=lost.id, name=lost.name)
         self._callbacks.on_identity_lost(lost)
-        # Operators know instances by name: use the same one again if it is free.
+        # Operators identify instances by name: use the same one again if it is free.
         self._registration = replace(self._registration, former_name=lost.name)
 
     def _refused(self, error: FleetError) -> None:

@@ -35,7 +35,7 @@ a block enters an open breaker and fails, recording the failure reads the new st
 states are invalid.
 
 Not guaranteed: that no block runs after the breaker has opened. Blocks that have entered continue, and other instances
-learn of the transition a moment later. The breaker counts every exception: raise what is not the fault of the other
+receive the transition a moment later. The breaker counts every exception: raise what is not the fault of the other
 system outside of the block.
 """
 

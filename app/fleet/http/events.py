@@ -43,7 +43,7 @@ from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.middleware import RETRY_MS
 from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.edge.problems import HttpError, Unavailable
-from app.fleet.http.runs import RunId, States, number_of, states_of
+from app.fleet.http.runs import RunId, States, states_of
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
 from app.fleet.runs.effects.feed import Batch
 from app.fleet.stream.channel import Follower
@@ -135,7 +135,7 @@ class Age:
 
 
 async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> AsyncIterator[Follower[StoredEvent]]:
-    async with context.stream.hub.follow(number_of(run_id), after_of(seen, digits=9) or 0) as follower:
+    async with context.stream.hub.follow(run_id, after_of(seen, digits=9) or 0) as follower:
         yield follower
 
 
@@ -144,7 +144,7 @@ async def follow_run(
     follower: Annotated[Follower[StoredEvent], Depends(run_follower)], context: InContext, run_id: RunId
 ) -> EventStream:
     """Follow a run: its events so far, then each new one, until the run has ended."""
-    return EventStream(run_chunks(follower, number_of(run_id), Age(context)), context.stream.hub.pacer)
+    return EventStream(run_chunks(follower, run_id, Age(context)), context.stream.hub.pacer)
 
 
 async def run_chunks(follower: Follower[StoredEvent], run_id: int, age: Age) -> AsyncIterator[bytes]:

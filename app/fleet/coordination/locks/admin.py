@@ -1,8 +1,8 @@
 """List the locks that are held, and release a lock by force, for operators.
 
-A forced release increments the token, in the transaction that records who released the lock and why. So the next
-guarded write of the former holder is refused, even if its instance does not know of the release. A notification cancels
-its block at once; if the notification is lost, the renewal after the next heartbeat detects the release.
+A forced release increments the token, in the transaction that records the operator and the reason. So the next guarded
+write of the former holder is refused, whether or not its instance was notified. The notification cancels its block at
+once; if it is lost, the renewal after the next heartbeat detects the release.
 
 A forced release waits for a transaction that is guarded by the lock at the moment, but at most `PATIENCE`. That
 transaction may still commit, and no later one of the former holder.

@@ -1,14 +1,14 @@
 """The rows of this instance in `service_locks` and `lock_waiters`: releasing them, and finding orphaned ones.
 
-A row is orphaned if it has this instance's id and no task here knows it: a waiter whose caller gave up while the
-database was away, or a lock that was taken while the answer was lost. An orphaned row would block the lock for a whole
-`ttl`. So the instance reads its own rows, and releases those that no task knows, whenever
+A row is orphaned if it has this instance's id and belongs to no task: a waiter whose caller gave up while the database
+was away, or a lock that was taken while the answer was lost. An orphaned row would block the lock for a whole
+`ttl`. So the instance reads its own rows, and releases the orphaned ones, whenever
 
 - a statement that writes such a row has failed, and again `LATE_COMMIT` later, because the statement may still commit;
 - the link is up, at first or again;
-- a lock was granted to a waiter that is not known here.
+- a lock was granted to a waiter that belongs to no task here.
 
-A statement in flight may have written a row before its task can know of it. Such a row is released only when all
+A statement in flight may have written a row before its task has the answer. Such a row is released only when all
 statements that were in flight for its lock when the row was first seen have ended.
 """
 
@@ -44,11 +44,11 @@ log = events(__name__)
 
 
 class LockRows:
-    """The rows of one instance, and which of them its tasks know."""
+    """The rows of one instance, and which of them belong to its tasks."""
 
     def __init__(self, database: Database, member: Member) -> None:
-        # The rows that a task here knows. Locks, by name and token, are known from their taking to the end of their
-        # release, even if they are lost in between.
+        # The rows that belong to a task here. A lock, by name and token, belongs to one until the end of its release,
+        # even if the lock is lost before that.
         self.locks: set[tuple[str, int]] = set()
         self.waiters: set[int] = set()
         # Set when there may be orphaned rows.
@@ -111,7 +111,7 @@ class LockRows:
                 if not await self.fetch(statements.RELEASE_WITHOUT_GRANT, values):
                     return False
         except (psycopg.Error, DatabaseError) as error:
-            # From now on, no task knows the row: it is released as an orphan.
+            # From now on, the row belongs to no task: it is released as an orphan.
             log.info("lock.released_later", lock=name, token=token, reason=" ".join(str(error).split()))
             return True
         finally:
@@ -153,7 +153,7 @@ class LockRows:
                 await asyncio.sleep(ORPHAN_INTERVAL)
 
     async def release_orphans(self) -> bool:
-        """Release the rows that no task here knows; true if there were any."""
+        """Release the rows that belong to no task here; true if there were any."""
         me = await self.identity()
         rows = await self.fetch(statements.READ_OWN_ROWS, {"me": me.id})
         unknown = [row for row in rows if row[:2] not in self.locks and row[2] not in self.waiters]
