@@ -47,8 +47,8 @@ from app.fleet.http.runs import RunId, States, states_of
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
 from app.fleet.runs.effects.feed import Batch
 from app.fleet.stream.channel import Follower
-from app.fleet.stream.hub import Hub
 from app.fleet.stream.pacer import Pacer
+from app.fleet.stream.reader import Reader
 
 router = APIRouter(tags=["events"], dependencies=[Depends(needs())])
 
@@ -182,7 +182,7 @@ async def selected_actions(
 ) -> set[int]:
     selected = set()
     for name in action or ():
-        if (identifier := await context.stream.hub.action_id(name)) is None:
+        if (identifier := await context.stream.hub.reader.action_id(name)) is None:
             raise admin.unknown(name)
         selected.add(identifier)
     return selected
@@ -206,23 +206,23 @@ async def follow_feed(
 ) -> EventStream:
     """Follow the feed: every change of state of every run, from now on."""
     hub = context.stream.hub
-    return EventStream(feed_chunks(follower, Filter(actions, states, hub), Age(context)), hub.pacer)
+    return EventStream(feed_chunks(follower, Filter(actions, states, hub.reader), Age(context)), hub.pacer)
 
 
 class Filter:
     """Selects the changes of the feed that a client wants."""
 
-    def __init__(self, actions: set[int], states: set[str], hub: Hub) -> None:
+    def __init__(self, actions: set[int], states: set[str], reader: Reader) -> None:
         self._actions = actions
         self._states = states
-        self._hub = hub
+        self._reader = reader
 
     def of(self, batch: Batch, after: int) -> Sequence[bytes]:
         """Return the selected changes of a batch with a number above `after`, encoded."""
         if self._states and batch.state not in self._states:
             return ()
         if batch.encoded is None:
-            batch.encoded = [encoded(each.number, STATE, each.as_json(self._hub.names)) for each in batch.after(-1)]
+            batch.encoded = [encoded(each.number, STATE, each.as_json(self._reader.names)) for each in batch.after(-1)]
         begin = max(0, after + 1 - batch.first)
         if not self._actions:
             return batch.encoded[begin:] if begin else batch.encoded

@@ -61,7 +61,7 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_runs_prune_skipped": context.engine.pruner.skipped,
         "flotilla_streams": context.open_streams.total(),
         "flotilla_streams_followed_runs": context.stream.hub.followed,
-        "flotilla_streams_reads_total": context.stream.hub.reads,
+        "flotilla_streams_reads_total": context.stream.hub.reader.reads,
         "flotilla_streams_notifications_total": context.stream.relay.sent,
         "flotilla_anomalies": {(kind,): context.coordination.anomalies.counts[kind] for kind in anomalies.KINDS},
         "flotilla_locks_held": context.coordination.locks.held,
