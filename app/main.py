@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 from app import __version__
 from app.fleet.errors import SettingsError
 from app.fleet.http import actions, events, health, locks, metrics, runs
-from app.fleet.http.edge import error_handlers, openapi, problem_pages
+from app.fleet.http.edge import error_handlers, openapi, problems
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context
 from app.fleet.http.edge.middleware import Edge
@@ -42,14 +42,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.fleet = Context(settings, version=__version__)
     error_handlers.install(app)
     openapi.install(app)
-    app.include_router(problem_pages.router)
-    app.include_router(health.probes)
-    app.include_router(health.cluster)
-    app.include_router(metrics.router)
-    app.include_router(actions.router)
-    app.include_router(runs.router)
-    app.include_router(events.router)
-    app.include_router(locks.router)
+    for module in (problems, health, metrics, actions, runs, events, locks):
+        app.include_router(module.router)
     app.include_router(routes.router, dependencies=[Depends(needs())])
     return app
 

@@ -203,6 +203,6 @@ async def cancel_and_wait(task: "asyncio.Task[Any] | None") -> None:
 
 
 def detach(task: "asyncio.Task[Any]") -> None:
-    """Let the process end although this task never ends: at its end, the event loop waits for all tasks it knows."""
+    """Let the process end although this task never ends: the event loop then does not wait for it."""
     asyncio._unregister_task(task)  # noqa: SLF001 — documented, under this name
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 — the caller has logged it

@@ -219,7 +219,7 @@ class LockInvalid(LockError):
 
 
 class LockTaken(LockError):
-    """Raised when a lock did not become free in time. The text says who holds it; wait longer, or try again later."""
+    """Raised when a lock did not become free in time. The text names the holder; wait longer, or try again later."""
 
 
 class LockCycle(LockError):

@@ -1,10 +1,8 @@
 """Start-up and ordered shutdown of an instance, each as a list of steps.
 
 The shutdown begins at the signal, not at the lifespan's end: uvicorn closes its listener within 100 ms of SIGTERM, and
-a load balancer that has not noticed by then still sends requests to it. So start-up installs a signal handler before
-uvicorn's (`server/signals.py`). The handler starts the shutdown, which waits while the listener is still open and only
-then passes the signal on to uvicorn. This is the same under plain `uvicorn app.main:app`, in each process of
-`--workers N`, and under `flotilla serve`.
+load balancers that have not noticed by then still send requests to it. So a signal handler (`server/signals.py`) starts
+the shutdown, which waits while the listener is still open and only then passes the signal on to uvicorn.
 
     signal, or `flotilla down`           1 flag        readiness is 503; leadership and singletons pass to others;
                                                        streams end
@@ -30,7 +28,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -68,12 +66,11 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     started: list[Service] = []
     try:
         services = await start_up(context, signals, started)
-    except FleetError as error:
-        context.start_error = error
-        await stop_all(started)
-        raise
-    except BaseException:
-        await stop_all(started)
+    except BaseException as error:
+        if isinstance(error, FleetError):
+            context.start_error = error
+        for service in reversed(started):
+            await service.stop()
         raise
     shutdown = Shutdown(context, signals, services)
     signals.install(shutdown.begin, drain_timeout=context.settings.drain_timeout)
@@ -148,12 +145,6 @@ async def checked_addresses(settings: FleetSettings) -> dsn.Addresses:
     for place in route.unencrypted:
         log.warning("database.unencrypted", database=place)
     return addresses
-
-
-async def stop_all(started: Sequence[Service]) -> None:
-    """Stop the services of a start-up that was refused or failed."""
-    for service in reversed(started):
-        await service.stop()
 
 
 def leave(reason: str) -> None:

@@ -11,6 +11,8 @@ from fastapi import Response
 from app.fleet.api_keys import make_key
 from app.fleet.http.edge.problems import KINDS
 from app.fleet.http.edge.readiness import CACHED_FOR
+from app.fleet.http.metrics import values
+from app.fleet.telemetry.metrics import DEFINITIONS
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon
@@ -436,3 +438,7 @@ async def test_metrics_show_link_pool_leader_and_requests(running: Running) -> N
     assert "flotilla_pool_up 1.0" in text
     assert "flotilla_requests_in_flight 1.0" in text
     assert 'flotilla_pool_connections{state="idle"}' in text
+
+
+async def test_every_defined_metric_has_a_value_and_nothing_else_does(running: Running) -> None:
+    assert values(running.context).keys() == {each.name for each in DEFINITIONS}

@@ -438,7 +438,7 @@ async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) ->
         # And what was forgotten before anybody read it: the hub has ended what it read for the stream before.
         hub = here.running.context.stream.hub
         await soon(lambda: here.sql("SELECT 1 WHERE %s", hub._feed is None))
-        async with hub._reader._newer:
+        async with hub.reader._newer:
             pass
         await here.run("noop")
         await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
@@ -454,7 +454,7 @@ async def test_who_hears_nothing_of_theirs_for_long_is_given_the_number_to_come_
     hub = here.running.context.stream.hub
     echo = here.engine.catalogue.id_of("echo")
     async with asyncio.timeout(60), hub.follow_feed() as follower:
-        wanted = http_events.Filter({echo}, set(), hub)
+        wanted = http_events.Filter({echo}, set(), hub.reader)
         chunks = http_events.feed_chunks(follower, wanted, http_events.Age(here.running.context))
         assert await anext(chunks) == b": up to here\nid: 0\n\n"
         await here.run("noop")

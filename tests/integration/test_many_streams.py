@@ -66,7 +66,7 @@ def counted(owner: object, name: str) -> Iterator[list[tuple[Any, ...]]]:
 def most_borrowed(here: LocalInstance) -> Iterator[list[int]]:
     """Keep how many connections the hub has at once."""
     hub = here.running.context.stream.hub
-    genuine, now, most = hub._reader._database.autocommit, 0, [0]
+    genuine, now, most = hub.reader._database.autocommit, 0, [0]
 
     @asynccontextmanager
     async def borrow() -> AsyncIterator[Any]:
@@ -80,11 +80,11 @@ def most_borrowed(here: LocalInstance) -> Iterator[list[int]]:
             now -= 1
 
     class Counting:
-        namespace = hub._reader._database.namespace
+        namespace = hub.reader._database.namespace
         autocommit = staticmethod(borrow)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub._reader, "_database", Counting())
+        patch.setattr(hub.reader, "_database", Counting())
         yield most
 
 
@@ -92,7 +92,7 @@ async def test_very_many_clients_open_the_feed_at_once_and_neither_they_nor_writ
     async with local_instance(address, stream_age=1.0) as here:
         client, hub = here.running.client, here.running.context.stream.hub
         before = (await here.run("echo")).id
-        with most_borrowed(here) as most, counted(hub._reader.feed_starts, "_read") as reads:
+        with most_borrowed(here) as most, counted(hub.reader.feed_starts, "_read") as reads:
             streams = [asyncio.create_task(client.get("/events?action=echo")) for _ in range(MANY)]
             writers = [asyncio.create_task(client.post("/actions/echo/runs", json={})) for _ in range(150)]
             assert {answer.status_code for answer in await asyncio.gather(*writers)} == {202}
@@ -113,7 +113,7 @@ async def test_clients_that_open_runs_at_once_share_statements(here: LocalInstan
     run_ids = await here.trigger_all([Order("noop")] * 60)
     for run_id in run_ids:
         await here.ended(run_id)
-    with most_borrowed(here) as most, counted(hub._reader.first_pages, "_read") as reads:
+    with most_borrowed(here) as most, counted(hub.reader.first_pages, "_read") as reads:
         followers = [asyncio.create_task(collect(here, run_ids[place % 60])) for place in range(600)]
         stories = await asyncio.gather(*followers)
     assert {len(story) for story in stories} == {3}
@@ -126,7 +126,7 @@ async def test_clients_that_open_runs_at_once_share_statements(here: LocalInstan
 async def test_clients_of_one_run_that_begin_at_different_events_share_a_read(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run = await here.run("speak")
-    with counted(hub._reader.first_pages, "_read") as reads:
+    with counted(hub.reader.first_pages, "_read") as reads:
         stories = await asyncio.gather(*(collect(here, run.id, after) for after in (4, 0, 6, 2)))
     assert [[event.seq for event in story] for story in stories] == [[5, 6], [1, 2, 3, 4, 5, 6], [], [3, 4, 5, 6]]
     assert len(reads) == 1
@@ -238,8 +238,8 @@ async def test_an_event_is_encoded_once_for_all_clients(here: LocalInstance, mon
         raise AssertionError
 
     echo = here.engine.catalogue.id_of("echo")
-    readers = [asyncio.create_task(read(http_events.Filter(set(), set(), hub))) for _ in range(20)]
-    readers += [asyncio.create_task(read(http_events.Filter({echo}, set(), hub))) for _ in range(20)]
+    readers = [asyncio.create_task(read(http_events.Filter(set(), set(), hub.reader))) for _ in range(20)]
+    readers += [asyncio.create_task(read(http_events.Filter({echo}, set(), hub.reader))) for _ in range(20)]
     await soon(lambda: here.sql("SELECT 1 WHERE %s", hub._feed is not None and hub._feed.followers == 40))
     await here.run("noop")
     await here.run("echo")

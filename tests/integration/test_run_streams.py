@@ -123,7 +123,7 @@ async def test_everyone_who_follows_is_told_the_same_and_the_database_is_asked_o
     assert len(everything[0]) == 53
     assert all(each == everything[0] for each in everything)
     # One question for each who comes, and then one for all of them.
-    assert hub.reads < 50 + 120
+    assert hub.reader.reads < 50 + 120
     assert hub.followed == 0
 
 
@@ -143,14 +143,14 @@ async def test_who_comes_when_somebody_follows_already_asks_nothing(here: LocalI
     async with hub.follow(run_id) as first:
         while first.seq < 2:
             await first.more()
-        page = hub._reader.event_pages
+        page = hub.reader.event_pages
         asked: list[dict[int, int]] = []
 
         async def counted(wanted: dict[int, int]) -> Any:
             asked.append(dict(wanted))
             return await page(wanted)
 
-        hub._reader.event_pages = counted  # type: ignore[method-assign,assignment]
+        hub.reader.event_pages = counted  # type: ignore[method-assign,assignment]
         for after in (0, 1, 2):
             async with hub.follow(run_id, after) as late:
                 known = await late.more(0.01)
@@ -215,7 +215,7 @@ async def test_heavy_events_are_read_a_few_at_a_time_and_not_kept(here: LocalIns
             assert sum(event.weight for event in hub._runs[run_id].items) <= MAX_WEIGHT + MAX_EVENT
         assert follower.seq == 63
     assert most <= MAX_WEIGHT + MAX_EVENT
-    page = (await hub._reader.event_pages({run_id: 0}))[run_id]
+    page = (await hub.reader.event_pages({run_id: 0}))[run_id]
     assert sum(len(event.text or "") for event in page.events) <= PAGE_BYTES + MAX_EVENT
     assert page.total == 63
     assert [event.seq for event in page.events] == list(range(1, len(page.events) + 1))
@@ -230,7 +230,7 @@ async def test_who_catches_up_while_the_database_is_away_waits_for_it(
     async with hub.follow(run_id) as early, hub.follow(run_id) as late:
         while not early.ended:
             await early.more()
-        genuine, away = hub._reader.event_pages, [True, True]
+        genuine, away = hub.reader.event_pages, [True, True]
 
         async def broken(*given: Any) -> Any:
             if away:
@@ -238,7 +238,7 @@ async def test_who_catches_up_while_the_database_is_away_waits_for_it(
                 raise psycopg.OperationalError("the connection broke")
             return await genuine(*given)
 
-        monkeypatch.setattr(hub._reader, "event_pages", broken)
+        monkeypatch.setattr(hub.reader, "event_pages", broken)
         said = b"".join([chunk async for chunk in run_chunks(late, run_id, Age(here.running.context))])
     assert not away
     ids = [message.id for message in messages(said.decode().splitlines()) if message.id]
@@ -433,8 +433,8 @@ async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
             await connection.execute("SELECT pg_sleep(1)")
         return {}
 
-    monkeypatch.setattr(hub._reader, "event_pages", pages)
-    page = hub._reader.older_events(17)
+    monkeypatch.setattr(hub.reader, "event_pages", pages)
+    page = hub.reader.older_events(17)
     reading = asyncio.ensure_future(page(0))
     await soon(reads)
     # As the framework does it to a stream whose client left: again each time the event loop goes round.

@@ -577,7 +577,8 @@ def test_every_name_of_a_session_has_its_row() -> None:
     named = set()
     for path in sorted(FLEET.rglob("*.py")):
         text = path.read_text()
-        named |= set(re.findall(r"flotilla/\{[\w.]+\}/(\w+)", text)) | set(re.findall(r"_application\(f?\"(\w+)", text))
+        named |= set(re.findall(r"flotilla/\{[\w.]+\}/(\w+)", text))
+        named |= set(re.findall(r"\.application\(f?\"(\w+)", text))
     assert roles == named
 
 

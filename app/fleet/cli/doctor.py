@@ -8,6 +8,7 @@ import enum
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import psycopg
 
@@ -68,54 +69,53 @@ class Finding:
         object.__setattr__(self, "detail", redact(self.detail))
 
 
+ok = partial(Finding, Level.OK)
+warning = partial(Finding, Level.WARNING)
+problem = partial(Finding, Level.PROBLEM)
+
+
 def examine(settings: FleetSettings) -> list[Finding]:
     findings = list(check_settings(settings))
     try:
         addresses = dsn.resolve(settings)
         preflight.check_direct(addresses)
     except DatabaseError as error:
-        return [*findings, Finding(Level.PROBLEM, "database", str(error))]
+        return [*findings, problem("database", str(error))]
     findings.append(
-        Finding(
-            Level.OK,
-            "database",
-            f"{addresses.location} is writable, its version is supported, and the connection is direct",
-        )
+        ok("database", f"{addresses.location} is writable, its version is supported, and the connection is direct")
     )
     namespace = Namespace(settings.namespace)
     try:
-        with open_session(addresses.direct, application=f"flotilla/{namespace.name}/doctor", lease=None) as session:
+        with open_session(addresses.direct, application=namespace.application("doctor"), lease=None) as session:
             for check in (check_schema, check_clock, check_privileges, check_budget):
                 findings += check(session, namespace, settings)
     except psycopg.Error as error:
-        findings.append(Finding(Level.PROBLEM, "database", str(preflight.translate(error, addresses))))
+        findings.append(problem("database", str(preflight.translate(error, addresses))))
     return [*findings, *check_route(addresses)]
 
 
 def check_settings(settings: FleetSettings) -> Iterator[Finding]:
-    yield Finding(Level.OK, "settings", f"environment {settings.environment}, namespace {settings.namespace}")
+    yield ok("settings", f"environment {settings.environment}, namespace {settings.namespace}")
     if not settings.api_keys:
-        yield Finding(Level.WARNING, "api keys", "none are set: all callers may read and operate (development only)")
+        yield warning("api keys", "none are set: all callers may read and operate (development only)")
     if settings.embedded:
-        yield Finding(Level.WARNING, "embedded database", "for development only: set DATABASE_URL before you deploy")
+        yield warning("embedded database", "for development only: set DATABASE_URL before you deploy")
 
 
 def check_schema(session: Session, namespace: Namespace, settings: FleetSettings) -> Iterator[Finding]:
     try:
         state = migrations.inspect(session, namespace)
     except DatabaseError as error:
-        yield Finding(Level.PROBLEM, "schema", str(error))
+        yield problem("schema", str(error))
         return
     if state is migrations.State.CURRENT:
-        yield Finding(Level.OK, "schema", f"{namespace.schema} is up to date")
+        yield ok("schema", f"{namespace.schema} is up to date")
     elif state is migrations.State.AHEAD:
-        yield Finding(Level.WARNING, "schema", f"{namespace.schema} is ahead: a newer release has migrated it")
+        yield warning("schema", f"{namespace.schema} is ahead: a newer release has migrated it")
     elif settings.migrates_on_start:
-        yield Finding(
-            Level.OK, "schema", f"{namespace.schema} is {state.value}; the next instance that starts migrates it"
-        )
+        yield ok("schema", f"{namespace.schema} is {state.value}; the next instance that starts migrates it")
     else:
-        yield Finding(Level.PROBLEM, "schema", f"{namespace.schema} is {state.value}: run `flotilla migrate`")
+        yield problem("schema", f"{namespace.schema} is {state.value}: run `flotilla migrate`")
 
 
 def check_clock(session: Session, _: Namespace, __: FleetSettings) -> Iterator[Finding]:
@@ -124,28 +124,26 @@ def check_clock(session: Session, _: Namespace, __: FleetSettings) -> Iterator[F
     assert row is not None
     offset = row[0] - (sent + time.time()) / 2
     if abs(offset) > MAX_CLOCK_OFFSET:
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             "clock",
             f"the clocks of this machine and of PostgreSQL differ by {offset:+.1f} s: nothing breaks, because only "
             f"PostgreSQL's clock is used, but the times in the logs do not match; check NTP",
         )
     else:
-        yield Finding(Level.OK, "clock", f"{offset * 1000:+.0f} ms from PostgreSQL's clock")
+        yield ok("clock", f"{offset * 1000:+.0f} ms from PostgreSQL's clock")
 
 
 def check_privileges(session: Session, namespace: Namespace, _: FleetSettings) -> Iterator[Finding]:
     if migrations.inspect(session, namespace) is migrations.State.ABSENT:
         row = session.execute("SELECT has_database_privilege(current_database(), 'CREATE')").fetchone()
         if row != (True,):
-            yield Finding(
-                Level.PROBLEM,
+            yield problem(
                 "privileges",
                 f"this role may not create the schema {namespace.schema}: GRANT CREATE ON DATABASE, or migrate with "
                 f"another role",
             )
         else:
-            yield Finding(Level.OK, "privileges", "enough to create the schema")
+            yield ok("privileges", "enough to create the schema")
         return
     names = {
         "tables": [table.name for table in metadata.tables.values()],
@@ -154,15 +152,13 @@ def check_privileges(session: Session, namespace: Namespace, _: FleetSettings) -
     missing = [name for (name,) in session.execute(namespace.sql(MISSING), names)]
     if missing:
         more = f" and {len(missing) - MAX_MISSING_SHOWN} more" if len(missing) > MAX_MISSING_SHOWN else ""
-        yield Finding(
-            Level.PROBLEM,
-            "privileges",
-            f"this role lacks {', '.join(missing[:MAX_MISSING_SHOWN])}{more}: see docs/guides/deploy.md",
+        yield problem(
+            "privileges", f"this role lacks {', '.join(missing[:MAX_MISSING_SHOWN])}{more}: see docs/guides/deploy.md"
         )
     elif session.execute(namespace.sql(MAY_MIGRATE)).fetchone() == (False,):
-        yield Finding(Level.OK, "privileges", "enough to run, but not to migrate (least privilege)")
+        yield ok("privileges", "enough to run, but not to migrate (least privilege)")
     else:
-        yield Finding(Level.OK, "privileges", "enough to run and to migrate")
+        yield ok("privileges", "enough to run and to migrate")
 
 
 def check_budget(session: Session, namespace: Namespace, settings: FleetSettings) -> Iterator[Finding]:
@@ -173,11 +169,10 @@ def check_budget(session: Session, namespace: Namespace, settings: FleetSettings
     absent = migrations.inspect(session, namespace) is migrations.State.ABSENT
     living = [] if absent else [row for row in Registry(namespace).list(session) if row.live]
     for anomaly in over_budget(living, allowed):
-        yield Finding(Level.WARNING, "connection budget", anomaly.detail)
+        yield warning("connection budget", anomaly.detail)
         return
     used = sum(instance.connections for instance in living)
-    yield Finding(
-        Level.OK,
+    yield ok(
         "connection budget",
         f"{len(living)} living instances may open {used} of {allowed} sessions; there is room for "
         f"{max(0, (allowed - used) // each)} more instances with these settings ({each} sessions each)",
@@ -189,24 +184,22 @@ def check_route(addresses: dsn.Addresses) -> Iterator[Finding]:
     try:
         route = preflight.check_pool(addresses)
     except DatabaseError as error:
-        yield Finding(Level.PROBLEM, "pool", str(error))
+        yield problem("pool", str(error))
         return
     if addresses.pooled:
         detail = "DATABASE_URL leads through a pooler, DATABASE_DIRECT_URL does not"
         without = "none: both addresses lead to PostgreSQL directly"
-        yield Finding(Level.OK, "pooler", detail if route.through_pooler else without)
-    yield Finding(
-        Level.OK,
+        yield ok("pooler", detail if route.through_pooler else without)
+    yield ok(
         "isolation",
         f"the default is {route.default_isolation}"
         + ("" if route.default_isolation == "read committed" else "; the fleet's own sessions set read committed"),
     )
     for place in route.unencrypted:
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             "encryption",
             f"{place} is another machine, and the connection has no TLS: the network can read the password and all "
             f"data; add sslmode=verify-full to the address",
         )
     if not route.unencrypted:
-        yield Finding(Level.OK, "encryption", "the database is on this machine, or the connection has TLS")
+        yield ok("encryption", "the database is on this machine, or the connection has TLS")

@@ -11,7 +11,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import UTC, datetime
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -88,7 +88,7 @@ class Follower:
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-class Output(Protocol):
+class Output:
     """Shows the events of a run."""
 
     def begin(self, run: RunRecord) -> None: ...
@@ -130,23 +130,17 @@ class RunFollower(Follower):
                 await asyncio.sleep(POLL_INTERVAL)
 
 
-class JsonOutput:
+class JsonOutput(Output):
     """Prints one line of JSON per event."""
 
     def __init__(self, run_id: int) -> None:
         self._run_id = run_id
 
-    def begin(self, run: RunRecord) -> None:
-        pass
-
     def event(self, event: StoredEvent) -> None:
         write_line(event.as_json(self._run_id))
 
-    def end(self) -> None:
-        pass
 
-
-class TextOutput:
+class TextOutput(Output):
     """Prints one line per event, and on a terminal a progress bar below them."""
 
     def __init__(self) -> None:

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import typer
@@ -27,7 +26,7 @@ from app.fleet.cli.terminal import (
     write_table,
 )
 from app.fleet.cluster.registry import Instance, Registry, Session
-from app.fleet.coordination.locks.by_instance import read_lock_names
+from app.fleet.coordination.locks.admin import read_lock_names
 from app.fleet.db import dsn, embedded, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import FleetError, SettingsError, StartRefused
@@ -40,6 +39,9 @@ COLUMNS = (
     "NAME", "ID", "STATE", "LEADER", "RUNNING", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP", "WORKSPACE",
 )  # fmt: skip
 
+Workspace = Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")]
+Force = Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")]
+
 
 # -- starting ---------------------------------------------------------------------------------------------------------
 
@@ -50,8 +52,8 @@ def serve(
         int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 lets the system choose.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of this instance.")] = None,
-    workspace: Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")] = False,
+    workspace: Workspace = None,
+    force: Force = False,
 ) -> None:
     """Run one instance in the foreground, for example in a container."""
     given = {"HOST": host, "PORT": port, "INSTANCE_NAME": name, "WORKSPACE": workspace}
@@ -80,8 +82,8 @@ def serve(
 def up(
     instances: Annotated[int, typer.Option("--instances", "-n", min=1, max=100, help="Number of instances.")] = 3,
     name: Annotated[str | None, typer.Option(help="Name of the instance; several get NAME-1, NAME-2, …")] = None,
-    workspace: Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")] = False,
+    workspace: Workspace = None,
+    force: Force = False,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of the first instance; the others get the next ports.")
     ] = None,
@@ -146,7 +148,7 @@ def wait_until_ready(port: int, process: "subprocess.Popen[bytes]", settings: Fl
         if process.poll() is not None:
             tail = "\n".join(Path(log_file(str(port))).read_text(errors="replace").splitlines()[-5:])
             raise StartRefused(f"the instance on port {port} exited with {process.returncode}:\n{tail}")
-        with contextlib.suppress(URLError, OSError):
+        with contextlib.suppress(OSError):
             if urlopen(f"http://{reachable(settings.host)}:{port}/health/ready", timeout=2).status == 200:
                 return
         time.sleep(0.05)

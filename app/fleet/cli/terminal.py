@@ -1,4 +1,4 @@
-"""What every command needs: the settings, a database session, and the output as text, tables or JSON.
+"""Shared by all commands: the settings, a database session, and the output as text, tables or JSON.
 
 Tables show local times; `--json` prints what the REST API would answer. Text from the database is not trusted: it is
 printed without markup, and with its control characters escaped, because a terminal would interpret them.
@@ -29,6 +29,7 @@ from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool.pool import Connection, shows_an_outage
 from app.fleet.errors import OutcomeUnknown, SchemaOutdated
 from app.fleet.settings import FleetSettings
+from app.fleet.telemetry.redaction import printable
 
 # A table in a pipe is as wide as its contents: names that are cut to fit 80 columns would be useless.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
@@ -53,7 +54,7 @@ def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Registry]]:
     namespace = Namespace(settings.namespace)
     with (
         translate_errors(addresses),
-        open_session(addresses.direct, application=application_name(namespace), lease=None) as session,
+        open_session(addresses.direct, application=namespace.application("cli"), lease=None) as session,
     ):
         if migrations.inspect(session, namespace) is migrations.State.ABSENT:
             raise namespace_absent(namespace, addresses)
@@ -71,7 +72,7 @@ async def connect(settings: FleetSettings) -> AsyncIterator[tuple[Connection, Na
         # A command that is suspended in a transaction loses its locks after the same time as an instance.
         conninfo = dsn.with_options(
             addresses.direct,
-            application=application_name(namespace),
+            application=namespace.application("cli"),
             synchronous_commit="on",
             idle_in_transaction_session_timeout=5000,
         )
@@ -103,7 +104,7 @@ def translate_errors(addresses: dsn.Addresses) -> Iterator[None]:
 
 
 def check_schema(addresses: dsn.Addresses, namespace: Namespace) -> None:
-    with open_session(addresses.direct, application=application_name(namespace), lease=None) as session:
+    with open_session(addresses.direct, application=namespace.application("cli"), lease=None) as session:
         state = migrations.inspect(session, namespace)
     if state is migrations.State.ABSENT:
         raise namespace_absent(namespace, addresses)
@@ -119,10 +120,6 @@ def namespace_absent(namespace: Namespace, addresses: dsn.Addresses) -> SchemaOu
         f"the namespace {namespace.name!r} does not exist in {addresses.location}: `flotilla up` or `flotilla migrate` "
         f"creates it; FLOTILLA_NAMESPACE selects another namespace"
     )
-
-
-def application_name(namespace: Namespace) -> str:
-    return f"flotilla/{namespace.name}/cli"
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -162,7 +159,7 @@ def write_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 def clean(text: str) -> str:
     """Escape control characters, which could otherwise move the cursor."""
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def one_line(value: Any) -> str:

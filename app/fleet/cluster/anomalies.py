@@ -19,20 +19,16 @@ A check only reads; no safety depends on it. Rooms above add their checks with `
 """
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-import psycopg
-
-from app.fleet.background import Service, cancel_and_wait
+from app.fleet.background import LoopErrors, Service, cancel_and_wait, jittered
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection, Database
-from app.fleet.errors import DatabaseError
 from app.fleet.telemetry.logs import events
 
 KINDS = (
@@ -48,7 +44,6 @@ KINDS = (
     "connection_not_returned",
 )
 CHECK_INTERVAL = 30.0
-DEFECT_RETRY_INTERVAL = 5.0
 LATE_HEARTBEAT_MS = 3000
 MAX_CLOCK_DIFFERENCE = 2.0
 # Leadership is flapping if this many terms within this window ended although the leader was not shutting down.
@@ -105,6 +100,7 @@ class Anomalies(Service):
         self._member = member
         self._checks: list[Check] = [check_instances, check_leadership]
         self._known: dict[tuple[str, str], Anomaly] = {}
+        self._errors = LoopErrors(log, failed="anomalies.failed", defect="cluster.defect", service="anomalies")
         self._task: asyncio.Task[None] | None = None
 
     def add(self, check: Check) -> None:
@@ -140,17 +136,12 @@ class Anomalies(Service):
 
     async def _check_periodically(self) -> None:
         while True:
-            await asyncio.sleep(CHECK_INTERVAL * random.uniform(0.75, 1.25))
-            try:
+            await asyncio.sleep(jittered(CHECK_INTERVAL))
+            async with self._errors.logged():
                 if self._member.leading:
                     await self.find_and_log()
                 else:
                     self._known = {}
-            except (psycopg.Error, DatabaseError) as error:
-                log.debug("anomalies.failed", reason=" ".join(str(error).split()))
-            except Exception as error:  # noqa: BLE001 — a defect in a check must not end this task
-                log.error("cluster.defect", error=error, service="anomalies")
-                await asyncio.sleep(DEFECT_RETRY_INTERVAL)
 
 
 # -- the checks of this room ------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Leader:
                 self._stopping.wait(RETRY_INTERVAL)
                 continue
             try:
-                application = self._application(f"turn/{identity.name}")
+                application = self._registry.namespace.application(f"turn/{identity.name}")
                 with open_session(self._address, application=application, lease=LEASE) as session:
                     self._session = session
                     if self._wait_for_turn(session, identity):
@@ -156,7 +156,8 @@ class Leader:
             self._record_term(identity)
             while not self._stopping.is_set() and self._link.identity == identity:
                 self._check(session)
-                self._clean_up()
+                if self._to_clean_up:
+                    self._with_writer(self._clean_up)
                 if clock() - self._pruned_at > PRUNE_INTERVAL:
                     self._pruned_at = clock()
                     self._with_writer(self._registry.prune)
@@ -201,13 +202,9 @@ class Leader:
             log.warning("instance.gone", id=identifier, name=name, reason="its session ended")
             self._to_clean_up.append(identifier)
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, session: Session) -> None:
         """Process one batch of the rows that a gone instance left."""
-        if self._to_clean_up:
-            self._with_writer(partial(self._clean_up_instance, self._to_clean_up[0]))
-
-    def _clean_up_instance(self, identifier: int, session: Session) -> None:
-        if not self._registry.clean_up(session, identifier):
+        if not self._registry.clean_up(session, self._to_clean_up[0]):
             self._to_clean_up.popleft()
 
     def _with_writer(self, work: Callable[[Session], object]) -> None:
@@ -226,7 +223,7 @@ class Leader:
             raise
 
     def _open_writer(self) -> DirectSession:
-        writer = open_session(self._address, application=self._application("leader"))
+        writer = open_session(self._address, application=self._registry.namespace.application("leader"))
         # It may be idle for a whole term. Inside a transaction the lease still applies.
         writer.execute("SET idle_session_timeout = 0")
         return writer
@@ -244,6 +241,3 @@ class Leader:
                 self._on_elected()
             else:
                 log.info("leader.ended", reason="stepped down" if self._stopping.is_set() else "session lost")
-
-    def _application(self, role: str) -> str:
-        return f"flotilla/{self._registry.namespace.name}/{role}"

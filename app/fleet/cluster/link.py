@@ -16,7 +16,7 @@ writes a heartbeat once a second and waits for notifications in between. Guarant
     cannot be opened                     retries four times a second without end, and holds nothing
     joins again, its name is now taken   drains and leaves (`on_refused`): no two instances of one name
 
-Notifications only save time. What a lost one would have requested is in the answer to the next heartbeat.
+Notifications only save time: the answer to the next heartbeat has what a lost notification requested.
 """
 
 import contextlib
@@ -94,22 +94,15 @@ class LeaveRequest:
 class Link:
     """Opened by `join`, closed by `leave`; everything between happens in its thread."""
 
-    def __init__(
-        self,
-        address: str,
-        registry: Registry,
-        registration: Registration,
-        callbacks: Callbacks,
-        running: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """`running` returns the number of runs here, for the registry; it is called in the link's thread."""
+    def __init__(self, address: str, registry: Registry, registration: Registration, callbacks: Callbacks) -> None:
         self.stats = LinkStats()
         self.relinked_at: float | None = None
+        # Returns the number of runs here, for the registry; called in the link's thread.
+        self.running: Callable[[], int] = lambda: 0
         self._address = address
         self._registry = registry
         self._registration = registration
         self._callbacks = callbacks
-        self._running = running
         self._state = "starting"
         # One for each `announce` whose state the registry does not have yet.
         self._announcements: deque[Future[None]] = deque()
@@ -248,7 +241,7 @@ class Link:
         # The heartbeat answers only announcements whose state it can have sent.
         sent, announcements = clock(), len(self._announcements)
         before = time.time()
-        reply = self._registry.heartbeat(session, self._identity, self._state, self._running(), self._clock_ahead)
+        reply = self._registry.heartbeat(session, self._identity, self._state, self.running(), self._clock_ahead)
         if reply is None:
             raise psycopg.OperationalError("this instance was declared gone")
         self._trusted_until = sent + PATIENCE
@@ -311,7 +304,7 @@ class Link:
         self.stats.identities_lost += 1
         log.warning("instance.identity_lost", id=lost.id, name=lost.name)
         self._callbacks.on_identity_lost(lost)
-        # Operators know instances by name: use the same one again if it is free.
+        # Operators identify instances by name: use the same one again if it is free.
         self._registration = replace(self._registration, former_name=lost.name)
 
     def _refused(self, error: FleetError) -> None:
@@ -325,7 +318,7 @@ class Link:
 
     def _application(self, identity: Identity | None = None) -> str:
         name = f"/{identity.name}" if identity else ""
-        return f"flotilla/{self._registry.namespace.name}/link{name}"[:63]
+        return self._registry.namespace.application(f"link{name}")
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

@@ -11,8 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import psycopg
 
@@ -39,9 +38,12 @@ from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs
 from app.fleet.telemetry.redaction import redact
 
+Arguments = TypeVarTuple("Arguments")
+
 # Beside the pool: the link, and the session in the leader queue.
 DIRECT_SESSIONS = 2
 ANNOUNCE_TIMEOUT = 0.5
+LEAVE_TIMEOUT = 3.0
 
 log = logs.events(__name__)
 
@@ -74,16 +76,13 @@ class Member(Service):
         super().__init__()
         self._addresses = addresses
         self._database = database
-        self._on_leave = on_leave
         self._gone_hooks: list[GoneHook] = []
         self._identity_lost_hooks: list[IdentityLostHook] = []
         self._elected_hooks: list[Callable[[], None]] = []
         self._linked_hooks: list[Callable[[], None]] = []
         self._heartbeat_hooks: list[HeartbeatHook] = []
         self._listeners: dict[str, Callable[[str], None]] = {}
-        self._running: Callable[[], int] = lambda: 0
         self._shutdown_record: list[dict[str, Any]] = []
-        self._leave_timeout = 3.0
         self._last_id: int | None = None
         self._registry = Registry(namespace, self._gone_hooks)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,20 +99,22 @@ class Member(Service):
         )
         callbacks = Callbacks(
             on_joined=self._joined,
-            on_broken=self._broken,
+            on_broken=lambda reason: self.in_loop(database.suspect, f"the link broke: {reason}"),
             on_identity_lost=self._identity_lost,
-            on_drain_requested=lambda reason: self._in_loop(self._on_leave, reason),
-            on_refused=lambda error: self._in_loop(self._on_leave, str(error)),
-            on_notification=lambda payload: self._in_loop(self._notified, payload),
-            on_linked=self._linked,
+            on_drain_requested=lambda reason: self.in_loop(on_leave, reason),
+            on_refused=lambda error: self.in_loop(on_leave, str(error)),
+            on_notification=lambda payload: self.in_loop(self._notified, payload),
+            on_linked=lambda: self._call_in_loop(self._linked_hooks),
             on_heartbeat=self._heartbeat,
         )
-        self._link = Link(addresses.direct, self._registry, self._registration, callbacks, running=self._count_running)
+        self._link = Link(addresses.direct, self._registry, self._registration, callbacks)
         database.compare_with(lambda: self._link.marker)
         self.on_linked(database.compare)
         self._reported_connection: float | None = None
         self.on_heartbeat(self._report_connection)
-        self._leader = Leader(addresses.direct, self._registry, self._link, self._elected)
+        self._leader = Leader(
+            addresses.direct, self._registry, self._link, lambda: self._call_in_loop(self._elected_hooks)
+        )
 
     # -- for the rooms above, before the start ------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class Member(Service):
 
     def count_running(self, running: Callable[[], int]) -> None:
         """Write this number of running runs with each heartbeat. `running` is called in the link's thread."""
-        self._running = running
+        self._link.running = running
 
     # -- for all rooms ------------------------------------------------------------------------------------------------
 
@@ -175,10 +176,10 @@ class Member(Service):
     async def instances(self) -> list[Instance]:
         return await list_instances(self._database)
 
-    def in_loop(self, what: Callable[[], object]) -> None:
-        """Call `what` in the event loop. Any thread may call this."""
+    def in_loop(self, function: Callable[[*Arguments], object], *arguments: *Arguments) -> None:
+        """Call a function in the event loop. Any thread may call this."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(what)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     async def announce(self, phase: Phase) -> None:
         """Write the phase to the registry; while the database is unavailable, return and write it later."""
@@ -214,7 +215,7 @@ class Member(Service):
     async def _stop(self) -> None:
         self._leader.step_down()
         await asyncio.to_thread(self._leader.join, 1.0)
-        recorded = await asyncio.to_thread(self._link.leave, "left", self._shutdown_record, self._leave_timeout)
+        recorded = await asyncio.to_thread(self._link.leave, "left", self._shutdown_record, LEAVE_TIMEOUT)
         if self._last_id is not None:
             log.info("instance.left", recorded=recorded)
 
@@ -224,9 +225,6 @@ class Member(Service):
         self._last_id = identity.id
         logs.identify(instance=identity.name)
 
-    def _broken(self, reason: str) -> None:
-        self._in_loop(self._database.suspect, f"the link broke: {reason}")
-
     def _identity_lost(self, lost: Identity) -> None:
         """Drop everything held under a lost identity and wait for it, but not long if the event loop is blocked."""
         if self._loop is None or not self._identity_lost_hooks:
@@ -235,27 +233,18 @@ class Member(Service):
         try:
             dropping.result(DROP_TIMEOUT)
         except TimeoutError:
-            # What still runs is rejected by token; waiting longer would only delay joining again.
+            # Late writes are rejected by token; waiting longer would only delay joining again.
             log.warning("instance.drop_incomplete", id=lost.id, seconds=DROP_TIMEOUT)
 
     async def _drop_all(self, lost: Identity) -> None:
         for hook in self._identity_lost_hooks:
             await hook(lost)
 
-    def _count_running(self) -> int:
-        return self._running()
-
     def _heartbeat(self, session: Session, me: Identity) -> None:
         for hook in self._heartbeat_hooks:
             hook(session, me)
 
-    def _elected(self) -> None:
-        self._call(self._elected_hooks)
-
-    def _linked(self) -> None:
-        self._call(self._linked_hooks)
-
-    def _call(self, hooks: Sequence[Callable[[], None]]) -> None:
+    def _call_in_loop(self, hooks: Sequence[Callable[[], None]]) -> None:
         for hook in hooks:
             self.in_loop(hook)
 
@@ -263,9 +252,6 @@ class Member(Service):
         kind, _, rest = payload.partition(":")
         if listener := self._listeners.get(kind):
             listener(rest)
-
-    def _in_loop(self, what: Callable[[str], None], text: str) -> None:
-        self.in_loop(partial(what, text))
 
     def _report_connection(self, session: Session, me: Identity) -> None:
         """Write for how long a connection has been borrowed too long, and once more when it is returned."""
@@ -276,7 +262,7 @@ class Member(Service):
 
     def _write_final_record(self, identifier: int) -> None:
         try:
-            application = f"flotilla/{self._registry.namespace.name}/record"
+            application = self._registry.namespace.application("record")
             with open_session(self._addresses.direct, application=application) as session:
                 self._registry.write_shutdown(session, identifier, self._shutdown_record)
         except (psycopg.Error, FleetError) as error:

@@ -39,35 +39,7 @@ import psycopg
 from psycopg.rows import TupleRow, class_row
 from psycopg.types.json import Jsonb
 
-from app.fleet.cluster.registry_statements import (
-    DECLARE_GONE,
-    END_FORMER_SESSION,
-    END_POOL_SESSIONS,
-    END_QUEUE_SESSION,
-    FIND_NAME,
-    FIND_OWNER,
-    FIND_STATE,
-    FIND_UNLINKED,
-    FIND_WORKSPACE,
-    HEARTBEAT,
-    INSERT_INSTANCE,
-    INSERT_TERM,
-    LEAVE,
-    LIST,
-    LOCK_ROW,
-    LOCK_ROW_UNLESS_LOCKED,
-    NEXT_ID,
-    NEXT_NUMBER,
-    NOTIFY,
-    PRUNE_INSTANCES,
-    PRUNE_TERMS,
-    RELINK,
-    REPORT_CONNECTION,
-    REQUEST_DRAIN,
-    TAKE_PRESENCE_LOCK,
-    TRY_PRESENCE_LOCK,
-    WRITE_SHUTDOWN,
-)
+from app.fleet.cluster import registry_statements as statements
 from app.fleet.db.dsn import RUN_DIGITS, pool_application
 from app.fleet.db.namespace import Lock, Namespace, Statement
 from app.fleet.db.pool.pool import Database
@@ -167,7 +139,7 @@ class Registry:
 
     def join(self, session: Session, registration: Registration, state: str) -> Identity:
         """Draw an id, take its presence lock, and only then write the row."""
-        (identifier,) = self._one(session, NEXT_ID)
+        (identifier,) = self._one(session, statements.NEXT_ID)
         if not self.take_presence_lock(session, identifier):
             # Ids are never reused, so this happens only if a backup was restored under a live cluster.
             raise psycopg.OperationalError(f"another session holds the presence lock of the new id {identifier}")
@@ -175,7 +147,7 @@ class Registry:
         while True:
             values = vars(registration) | {"id": identifier, "name": name, "state": state}
             try:
-                session.execute(self._sql(INSERT_INSTANCE), values)
+                session.execute(self._sql(statements.INSERT_INSTANCE), values)
             except psycopg.errors.UniqueViolation as error:
                 if error.diag.constraint_name == "instances_workspace_living":
                     self._refuse_workspace(session, registration)
@@ -192,62 +164,62 @@ class Registry:
             return Identity(identifier, name, registration.run_id)
 
     def take_presence_lock(self, session: Session, identifier: int) -> bool:
-        (taken,) = self._one(session, TAKE_PRESENCE_LOCK, key=Lock.PRESENCE.key(identifier))
+        (taken,) = self._one(session, statements.TAKE_PRESENCE_LOCK, key=Lock.PRESENCE.key(identifier))
         return bool(taken)
 
     def end_former_session(self, session: Session, identifier: int, backend_pid: int) -> None:
-        session.execute(self._sql(END_FORMER_SESSION), {"id": identifier, "pid": backend_pid})
+        session.execute(self._sql(statements.END_FORMER_SESSION), {"id": identifier, "pid": backend_pid})
 
     def relink(self, session: Session, me: Identity) -> bool:
         """Continue with the existing row; return false if it was declared gone."""
-        return session.execute(self._sql(RELINK), {"id": me.id, "run_id": me.run_id}).rowcount == 1
+        return session.execute(self._sql(statements.RELINK), {"id": me.id, "run_id": me.run_id}).rowcount == 1
 
     def heartbeat(
         self, session: Session, me: Identity, state: str, running: int, clock_ahead: float | None = None
     ) -> HeartbeatReply | None:
         """Write the heartbeat; return None if this instance was declared gone."""
         values = {"id": me.id, "run_id": me.run_id, "state": state, "running": running, "ahead": clock_ahead}
-        row = session.execute(self._sql(HEARTBEAT), values).fetchone()
+        row = session.execute(self._sql(statements.HEARTBEAT), values).fetchone()
         return None if row is None else HeartbeatReply(*row)
 
     def report_connection(self, session: Session, me: Identity, seconds: float | None) -> None:
         """Write for how long a connection of the pool has been borrowed too long, or None if none is."""
         values = {"id": me.id, "run_id": me.run_id, "seconds": seconds}
-        session.execute(self._sql(REPORT_CONNECTION), values)
+        session.execute(self._sql(statements.REPORT_CONNECTION), values)
 
     def leave(self, session: Session, identifier: int, reason: str, shutdown: list[dict[str, Any]]) -> None:
         """Declare this instance gone, unless another instance already did: the hooks run exactly once."""
         values = {"id": identifier, "reason": reason, "shutdown": Jsonb(shutdown)}
         with session.transaction():
-            session.execute(self._sql(LOCK_ROW), {"id": identifier})
-            if session.execute(self._sql(LEAVE), values).rowcount != 1:
+            session.execute(self._sql(statements.LOCK_ROW), {"id": identifier})
+            if session.execute(self._sql(statements.LEAVE), values).rowcount != 1:
                 return
             for hook in self._hooks:
                 hook(session, [identifier])
             self.notify(session, f"gone:{identifier}")
 
     def write_shutdown(self, session: Session, identifier: int, shutdown: list[dict[str, Any]]) -> None:
-        session.execute(self._sql(WRITE_SHUTDOWN), {"id": identifier, "shutdown": Jsonb(shutdown)})
+        session.execute(self._sql(statements.WRITE_SHUTDOWN), {"id": identifier, "shutdown": Jsonb(shutdown)})
 
     # -- other instances ----------------------------------------------------------------------------------------------
 
     def unlinked(self, session: Session) -> dict[int, bool]:
         """Return the ids of live rows whose presence lock is free, and whether it was taken on the present server."""
-        rows = session.execute(self._sql(FIND_UNLINKED)).fetchall()
+        rows = session.execute(self._sql(statements.FIND_UNLINKED)).fetchall()
         return dict(rows)
 
     def declare_gone(self, session: Session, identifier: int, reason: str) -> str | None:
         """Declare one instance gone and run the hooks in the same transaction; return its name if it was changed."""
         with session.transaction():
-            (taken,) = self._one(session, TRY_PRESENCE_LOCK, key=Lock.PRESENCE.key(identifier))
+            (taken,) = self._one(session, statements.TRY_PRESENCE_LOCK, key=Lock.PRESENCE.key(identifier))
             if not taken:
                 return None
-            if session.execute(self._sql(LOCK_ROW_UNLESS_LOCKED), {"id": identifier}).fetchone() is None:
+            if session.execute(self._sql(statements.LOCK_ROW_UNLESS_LOCKED), {"id": identifier}).fetchone() is None:
                 self._end_pool_sessions(session, identifier)
                 return None
-            row = session.execute(self._sql(DECLARE_GONE), {"id": identifier, "reason": reason}).fetchone()
+            row = session.execute(self._sql(statements.DECLARE_GONE), {"id": identifier, "reason": reason}).fetchone()
             assert row is not None
-            session.execute(self._sql(END_QUEUE_SESSION), {"id": identifier})
+            session.execute(self._sql(statements.END_QUEUE_SESSION), {"id": identifier})
             for hook in self._hooks:
                 hook(session, [identifier])
             self.notify(session, f"gone:{identifier}")
@@ -260,29 +232,29 @@ class Registry:
 
     def list(self, session: Session) -> list[Instance]:
         with session.cursor(row_factory=class_row(Instance)) as cursor:
-            return cursor.execute(self._sql(LIST)).fetchall()
+            return cursor.execute(self._sql(statements.LIST)).fetchall()
 
     def is_gone(self, session: Session, identifier: int) -> bool:
-        row = session.execute(self._sql(FIND_STATE), {"id": identifier}).fetchone()
+        row = session.execute(self._sql(statements.FIND_STATE), {"id": identifier}).fetchone()
         return row is None or row[0] == "gone"
 
     def request_drain(self, session: Session, name: str, reason: str) -> int:
         """Ask an instance on any host to drain and leave. Its row has the request; the notification speeds it up."""
-        row = session.execute(self._sql(REQUEST_DRAIN), {"name": name, "reason": reason}).fetchone()
+        row = session.execute(self._sql(statements.REQUEST_DRAIN), {"name": name, "reason": reason}).fetchone()
         if row is None:
             raise InstanceUnknown(f"there is no live instance named {name!r}: `flotilla list` shows the live instances")
         self.notify(session, f"drain:{row[0]}")
         return int(row[0])
 
     def record_term(self, identity: Identity, session: Session) -> None:
-        session.execute(self._sql(INSERT_TERM), {"id": identity.id, "name": identity.name})
+        session.execute(self._sql(statements.INSERT_TERM), {"id": identity.id, "name": identity.name})
 
     def prune(self, session: Session) -> int:
-        session.execute(self._sql(PRUNE_TERMS))
-        return session.execute(self._sql(PRUNE_INSTANCES)).rowcount
+        session.execute(self._sql(statements.PRUNE_TERMS))
+        return session.execute(self._sql(statements.PRUNE_INSTANCES)).rowcount
 
     def notify(self, session: Session, payload: str) -> None:
-        session.execute(self._sql(NOTIFY), {"payload": payload})
+        session.execute(self._sql(statements.NOTIFY), {"payload": payload})
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
@@ -294,11 +266,11 @@ class Registry:
     def _end_pool_sessions(self, session: Session, identifier: int) -> None:
         """End the pool sessions that lock an instance's row. The caller holds its presence lock."""
         values = {"id": identifier, "pool": pool_application(self.namespace), "digits": RUN_DIGITS}
-        for backend, ended in session.execute(self._sql(END_POOL_SESSIONS), values):
+        for backend, ended in session.execute(self._sql(statements.END_POOL_SESSIONS), values):
             log.warning("instance.session_ended", id=identifier, backend=backend, ended=ended)
 
     def _generate_name(self, session: Session) -> str:
-        (number,) = self._one(session, NEXT_NUMBER)
+        (number,) = self._one(session, statements.NEXT_NUMBER)
         suffix = f"-{number}"
         return self.namespace.name[: 63 - len(suffix)] + suffix
 
@@ -308,7 +280,7 @@ class Registry:
         if row is None or self._gone_after_grace(session, int(row[0])):
             return None
         (identifier,) = row
-        name, hostname, pid, started_at = self._one(session, FIND_OWNER, id=identifier)
+        name, hostname, pid, started_at = self._one(session, statements.FIND_OWNER, id=identifier)
         return f"{name} (id {identifier}, pid {pid} on {hostname}, since {started_at:%Y-%m-%d %H:%M:%S %Z})"
 
     def _gone_after_grace(self, session: Session, identifier: int) -> bool:
@@ -328,7 +300,7 @@ class Registry:
         return self.is_gone(session, identifier)
 
     def _refuse_name(self, session: Session, name: str) -> None:
-        if owner := self._live_owner(session, FIND_NAME, name):
+        if owner := self._live_owner(session, statements.FIND_NAME, name):
             raise NameTaken(
                 f"a live instance is already named {name!r}: {owner}. Choose another FLOTILLA_INSTANCE_NAME, leave it "
                 f"unset to get a generated name, or stop that instance first with `flotilla down {name}`"
@@ -336,7 +308,7 @@ class Registry:
 
     def _refuse_workspace(self, session: Session, registration: Registration) -> None:
         assert registration.workspace is not None
-        if owner := self._live_owner(session, FIND_WORKSPACE, registration.workspace):
+        if owner := self._live_owner(session, statements.FIND_WORKSPACE, registration.workspace):
             raise WorkspaceTaken(
                 f"the workspace {registration.workspace!r} is in use by {owner}. Stop that instance first "
                 f"(`flotilla down`), choose another FLOTILLA_WORKSPACE, or share it with --force if that is safe"
@@ -346,5 +318,5 @@ class Registry:
 async def list_instances(database: Database) -> list[Instance]:
     """Read the registry through the pool."""
     async with database.connection() as connection, connection.cursor(row_factory=class_row(Instance)) as cursor:
-        await cursor.execute(database.namespace.sql(LIST))
+        await cursor.execute(database.namespace.sql(statements.LIST))
         return await cursor.fetchall()

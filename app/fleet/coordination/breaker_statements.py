@@ -9,7 +9,7 @@
 
 The token only grows; together with `probe_instance` it identifies the probe whose result still counts. Except for
 ENTER_AS_PROBE, the statements return the new state: for how many seconds the breaker stays open (NULL if it is closed),
-and for how many seconds its last failure counts. A transition that other instances must know at once notifies them.
+and for how many seconds its last failure counts. A transition that other instances need at once notifies them.
 """
 
 from app.fleet.db.namespace import Statement

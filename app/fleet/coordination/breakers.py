@@ -35,7 +35,7 @@ a block enters an open breaker and fails, recording the failure reads the new st
 states are invalid.
 
 Not guaranteed: that no block runs after the breaker has opened. Blocks that have entered continue, and other instances
-learn of the transition a moment later. The breaker counts every exception: raise what is not the fault of the other
+receive the transition a moment later. The breaker counts every exception: raise what is not the fault of the other
 system outside of the block.
 """
 
@@ -52,15 +52,7 @@ import psycopg
 from app.fleet.background import BackgroundTasks, Service
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
-from app.fleet.coordination.breaker_statements import (
-    COUNT_FAILURE,
-    ENTER_AS_PROBE,
-    INSERT,
-    PROBE_ABANDONED,
-    PROBE_FAILED,
-    PROBE_SUCCEEDED,
-    READ,
-)
+from app.fleet.coordination import breaker_statements as statements
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import fetch
@@ -172,14 +164,14 @@ class Breakers(Service):
             if not isinstance(error, NOT_FAILURES):
                 await self._wait_briefly(breaker, self._failed(breaker, token))
             elif token is not None:
-                await self._wait_briefly(breaker, self._end_probe(PROBE_ABANDONED, breaker, token))
+                await self._wait_briefly(breaker, self._end_probe(statements.PROBE_ABANDONED, breaker, token))
             raise
         except BaseException:
             if token is not None:
                 self._abandon_probe(breaker, token)
             raise
         if token is not None:
-            await self._wait_briefly(breaker, self._end_probe(PROBE_SUCCEEDED, breaker, token))
+            await self._wait_briefly(breaker, self._end_probe(statements.PROBE_SUCCEEDED, breaker, token))
 
     async def _stop(self) -> None:
         await self._background.stop()
@@ -208,28 +200,28 @@ class Breakers(Service):
     async def _try_to_probe(self, breaker: Breaker) -> int | None:
         if (me := self._member.identity) is None:
             return None
-        rows = await self._fetch(ENTER_AS_PROBE, breaker, me=me.id)
+        rows = await self._fetch(statements.ENTER_AS_PROBE, breaker, me=me.id)
         return int(rows[0][0]) if rows else None
 
     # -- recording the end of a block ---------------------------------------------------------------------------------
 
     async def _failed(self, breaker: Breaker, token: int | None) -> None:
         if token is not None:
-            await self._end_probe(PROBE_FAILED, breaker, token)
+            await self._end_probe(statements.PROBE_FAILED, breaker, token)
             return
         state = self._states.get(breaker.name)
         if state is not None and not state.closed and state.valid(self._member.holds()):
             return
-        state = await self._run(COUNT_FAILURE, breaker)
+        state = await self._run(statements.COUNT_FAILURE, breaker)
         # Without a state, the breaker is open already, or has no row yet.
-        if state is None and await self._run(READ, breaker) is None:
-            await self._fetch(INSERT, breaker)
-            state = await self._run(COUNT_FAILURE, breaker)
+        if state is None and await self._run(statements.READ, breaker) is None:
+            await self._fetch(statements.INSERT, breaker)
+            state = await self._run(statements.COUNT_FAILURE, breaker)
         if state is not None and not state.closed:
             self._report_opened(breaker, state)
 
     def _abandon_probe(self, breaker: Breaker, token: int) -> None:
-        self._background.start(self._end_probe(PROBE_ABANDONED, breaker, token))
+        self._background.start(self._end_probe(statements.PROBE_ABANDONED, breaker, token))
 
     async def _end_probe(self, statement: Statement, breaker: Breaker, token: int) -> None:
         """Write the result of a probe; try again until another block may be the probe."""
@@ -248,7 +240,7 @@ class Breakers(Service):
         elif state.closed:
             self.closed.add(breaker.name)
             log.info("breaker.closed", breaker=breaker.name)
-        elif statement is PROBE_FAILED:
+        elif statement is statements.PROBE_FAILED:
             self._report_opened(breaker, state)
 
     def _report_opened(self, breaker: Breaker, state: State) -> None:
@@ -277,7 +269,7 @@ class Breakers(Service):
     async def _read(self, breaker: Breaker) -> State | None:
         invalidations, sent = self._invalidations, clock()
         try:
-            return await self._run(READ, breaker) or self._keep(breaker.name, State(sent), invalidations)
+            return await self._run(statements.READ, breaker) or self._keep(breaker.name, State(sent), invalidations)
         except (psycopg.Error, DatabaseError) as error:
             log_failure(breaker, error)
             # The last state is used for `STATE_LIFETIME`, so that not every block reads it.

@@ -26,20 +26,15 @@ from app.fleet.validation import check_duration
 
 class Coordination:
     def __init__(self, database: Database, member: Member) -> None:
-        self.database = database
-        self.member = member
         self.locks = Locks(database, member)
         self.limits = Limits(database)
         self.breakers = Breakers(database, member)
         self.anomalies = Anomalies(database, member)
         self.anomalies.add(of_locks)
+        # In the order in which they start.
+        self.services: Sequence[Service] = (self.locks, self.limits, self.breakers, self.anomalies)
         # Not one of `services`: singletons are the service's own code, so they start last and stop first.
         self.singletons = Singletons(self.locks)
-
-    @property
-    def services(self) -> Sequence[Service]:
-        """The services, in the order in which they start."""
-        return (self.locks, self.limits, self.breakers, self.anomalies)
 
 
 # -- for the service's code -------------------------------------------------------------------------------------------

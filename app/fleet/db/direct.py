@@ -1,6 +1,6 @@
-"""A direct session: one connection to PostgreSQL itself, used by one thread, whose end both sides notice.
+"""A direct session: one connection to PostgreSQL itself, used by one thread. Both sides notice when it ends.
 
-It has a timer on each side. The server's `idle_session_timeout` (and its equivalent inside a transaction) ends the
+Each side has a timer. The server's `idle_session_timeout` (and its equivalent inside a transaction) ends the
 session, and with it every lock that it holds, when the client has sent nothing for the lease. This also works for a
 frozen process and a cut network, which keepalives alone do not detect. The client waits for an answer only as long as
 its patience, which is shorter: it stops acting before the server releases its locks.
@@ -17,7 +17,7 @@ Not guaranteed: anything behind a pooler in transaction mode. `preflight` refuse
 
 import os
 import socket
-from typing import Any, TypeVar
+from typing import Any
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -26,7 +26,6 @@ from app.fleet.db.dsn import READ_COMMITTED, with_options
 
 LEASE = 5.0
 PATIENCE = 2.5
-Answer = TypeVar("Answer")
 
 
 class DirectSession(psycopg.Connection[TupleRow]):

@@ -71,7 +71,7 @@ def with_options(address: str, *, application: str, **options: str | int) -> str
     """Add the name of the session and server parameters."""
     given = conninfo_to_dict(address)
     flags = [str(given.get("options") or "")] + [f"-c {name}={value}" for name, value in options.items()]
-    return make_conninfo(address, application_name=application[:63], options=" ".join(filter(None, flags)))
+    return make_conninfo(address, application_name=application, options=" ".join(filter(None, flags)))
 
 
 def pool_application(namespace: Namespace, run_id: UUID | None = None) -> str:

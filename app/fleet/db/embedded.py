@@ -104,17 +104,16 @@ class Server:
 
     def command(self, name: str, *arguments: str, check: bool = True) -> int:
         """Run one of PostgreSQL's programs, as the server's user if this process is root."""
-        run_as = USER if os.geteuid() == 0 else None
-        done = subprocess.run(
-            [str(self.binaries / name), *arguments],
-            user=run_as,
-            cwd="/",
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=(errors := tempfile.TemporaryFile()),  # noqa: SIM115 — closed below, after it is read
-        )
-        with errors:
+        with tempfile.TemporaryFile() as errors:
+            done = subprocess.run(
+                [str(self.binaries / name), *arguments],
+                user=USER if os.geteuid() == 0 else None,
+                cwd="/",
+                check=False,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
             if check and done.returncode != 0:
                 errors.seek(0)
                 text = errors.read().decode(errors="replace").strip()

@@ -36,6 +36,8 @@ from app.fleet.telemetry.logs import events
 
 ROOT = Path(__file__).resolve().parents[3]
 POLL_INTERVAL = 0.1
+# How long a process waits while another one migrates.
+LOCK_TIMEOUT = 300.0
 # Alembic keeps its state in a module, so two namespaces in one process must migrate one after the other.
 ALEMBIC = threading.Lock()
 
@@ -97,11 +99,11 @@ def inspect(connection: psycopg.Connection[psycopg.rows.TupleRow], namespace: Na
     return State.CURRENT if found == set(scripts.get_heads()) else State.BEHIND
 
 
-def migrate(address: str, namespace: Namespace, *, patience: float = 300) -> bool:
+def migrate(address: str, namespace: Namespace) -> bool:
     """Migrate the schema to the newest revision, once for the whole cluster; return whether this process did it."""
-    with open_session(address, application=f"flotilla/{namespace.name}/migrate", lease=None) as session:
+    with open_session(address, application=namespace.application("migrate"), lease=None) as session:
         session.patience = None
-        take_lock(session, namespace, patience)
+        take_lock(session, namespace)
         try:
             state = inspect(session, namespace)
             if state in {State.CURRENT, State.AHEAD}:
@@ -115,13 +117,13 @@ def migrate(address: str, namespace: Namespace, *, patience: float = 300) -> boo
             session.execute(namespace.sql(UNLOCK))
 
 
-def take_lock(session: psycopg.Connection[psycopg.rows.TupleRow], namespace: Namespace, patience: float) -> None:
-    deadline = time.monotonic() + patience
+def take_lock(session: psycopg.Connection[psycopg.rows.TupleRow], namespace: Namespace) -> None:
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while session.execute(namespace.sql(TRY_LOCK)).fetchone() != (True,):
         if time.monotonic() > deadline:
             raise SchemaOutdated(
-                f"another process has been migrating {namespace.schema!r} for {patience:.0f} s: find what it waits for "
-                f"in pg_stat_activity (application_name 'flotilla/{namespace.name}/migrate')"
+                f"another process has been migrating {namespace.schema!r} for {LOCK_TIMEOUT:.0f} s: find what it waits "
+                f"for in pg_stat_activity (application_name {namespace.application('migrate')!r})"
             )
         time.sleep(POLL_INTERVAL)
 
@@ -145,8 +147,7 @@ def upgrade(address: str, namespace: Namespace) -> None:
 
 def alembic_session(address: str, namespace: Namespace) -> DirectSession:
     """Open a session for Alembic: transactional, and without a limit on the time of a statement."""
-    name = f"flotilla/{namespace.name}/alembic"
-    session = open_session(address, application=name, lease=None, autocommit=False)
+    session = open_session(address, application=namespace.application("alembic"), lease=None, autocommit=False)
     session.patience = None
     return session
 
@@ -161,7 +162,7 @@ def ensure_current(
     deadline = time.monotonic() + wait
     logged = False
     while True:
-        with open_session(address, application=f"flotilla/{namespace.name}/start", lease=None) as session:
+        with open_session(address, application=namespace.application("start"), lease=None) as session:
             state = inspect(session, namespace)
         if state in {State.CURRENT, State.AHEAD}:
             return

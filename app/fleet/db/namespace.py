@@ -46,9 +46,9 @@ class Namespace:
     def schema(self) -> str:
         return self.name.replace("-", "_")
 
-    @property
-    def channel(self) -> str:
-        return self.schema
+    def application(self, role: str) -> str:
+        """Return the name of a session, as `pg_stat_activity` shows it: PostgreSQL keeps 63 bytes."""
+        return f"flotilla/{self.name}/{role}"[:63]
 
     def sql(self, statement: Statement) -> bytes:
         """Fill in the placeholders. The schema contains only `[a-z0-9_]`, so quoting it is enough."""
@@ -56,5 +56,5 @@ class Namespace:
             # The schema is derived from a validated setting, not from a request.
             oid = f"(SELECT oid::int4 FROM pg_catalog.pg_namespace WHERE nspname = '{self.schema}')"
             filled = statement.replace("{schema}", f'"{self.schema}"').replace("{class}", oid)
-            self._statements[statement] = filled.replace("{channel}", self.channel).encode()
+            self._statements[statement] = filled.replace("{channel}", self.schema).encode()
         return self._statements[statement]

@@ -1,7 +1,7 @@
 """Checks, before anything is written, whether the database is suitable; each error says what to do.
 
-A pooler at the direct address is recognised by the process id that it reports at connect, which differs from that of
-the backend that answers. In transaction mode, session locks and LISTEN would be lost between two statements.
+A pooler at the direct address is recognised by its process id: it reports one at connect, and the backend that answers
+has another. In transaction mode, session locks and LISTEN would be lost between two statements.
 
 Whether the pool's address and the direct address lead to the same database is tested with a lock, the marker: a session
 of one takes an advisory lock with a random key, and a session of the other must not get it. Every role may do that, and
@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass, replace
 
 import psycopg
-from psycopg.rows import TupleRow, tuple_row
+from psycopg.rows import TupleRow
 
 from app.fleet.db import dsn
 from app.fleet.db.namespace import Statement
@@ -53,7 +53,7 @@ class Route:
 def check_direct(addresses: dsn.Addresses) -> None:
     """Raise unless the direct address leads to a writable PostgreSQL, 14 or newer, with no pooler in between."""
     try:
-        with psycopg.connect(addresses.direct, application_name="flotilla preflight", autocommit=True) as connection:
+        with connect(addresses.direct) as connection:
             version = connection.info.server_version
             if version < MIN_VERSION * 10000:
                 raise DatabaseTooOld(
@@ -110,9 +110,7 @@ def check_route(addresses: dsn.Addresses, direct: psycopg.Connection[TupleRow], 
 
 
 def connect(address: str) -> psycopg.Connection[TupleRow]:
-    return psycopg.connect(
-        address, application_name="flotilla preflight", autocommit=True, prepare_threshold=None, row_factory=tuple_row
-    )
+    return psycopg.connect(address, application_name="flotilla preflight", autocommit=True, prepare_threshold=None)
 
 
 def crosses_unencrypted(connection: psycopg.Connection[TupleRow]) -> bool:
@@ -131,17 +129,13 @@ def translate(error: psycopg.Error, addresses: dsn.Addresses) -> DatabaseError:
             f"{addresses.location} is a connection pooler ({text}): set DATABASE_DIRECT_URL to PostgreSQL itself; "
             f"DATABASE_URL may stay on the pooler"
         )
-    if error.sqlstate and not shows_no_connection(error.sqlstate):
+    # Not a failed connection, a refused login, an unknown database, too many connections, or a shutdown.
+    if error.sqlstate and not error.sqlstate.startswith(("08", "28", "3D", "53", "57")):
         return DatabaseError(f"PostgreSQL at {addresses.location} rejected a statement of Flotilla: {text}")
     return DatabaseUnreachable(
         f"cannot connect to PostgreSQL at {addresses.location}: {text}. Check that it runs, that DATABASE_URL names "
         f"the right host, port, user and database, and that this host may reach it"
     )
-
-
-def shows_no_connection(sqlstate: str) -> bool:
-    """Whether it is a failed connection, refused login, unknown database, too many connections, or a shutdown."""
-    return sqlstate.startswith(("08", "28", "3D", "53", "57"))
 
 
 def read_only(addresses: dsn.Addresses) -> DatabaseReadOnly:

@@ -43,13 +43,13 @@ from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.middleware import RETRY_MS
 from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.edge.problems import HttpError, Unavailable
-from app.fleet.http.runs import RunId, number_of, states_of
+from app.fleet.http.runs import RunId, States, states_of
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
 from app.fleet.runs.effects.feed import Batch
 from app.fleet.runs.effects.states import RunState
 from app.fleet.stream.channel import Follower
-from app.fleet.stream.hub import Hub
 from app.fleet.stream.pacer import Pacer
+from app.fleet.stream.reader import Reader
 
 router = APIRouter(tags=["events"], dependencies=[Depends(needs())])
 
@@ -136,7 +136,7 @@ class Age:
 
 
 async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> AsyncIterator[Follower[StoredEvent]]:
-    async with context.stream.hub.follow(number_of(run_id), after_of(seen, digits=9) or 0) as follower:
+    async with context.stream.hub.follow(run_id, after_of(seen, digits=9) or 0) as follower:
         yield follower
 
 
@@ -145,7 +145,7 @@ async def follow_run(
     follower: Annotated[Follower[StoredEvent], Depends(run_follower)], context: InContext, run_id: RunId
 ) -> EventStream:
     """Follow a run: its events so far, then each new one, until the run has ended."""
-    return EventStream(run_chunks(follower, number_of(run_id), Age(context)), context.stream.hub.pacer)
+    return EventStream(run_chunks(follower, run_id, Age(context)), context.stream.hub.pacer)
 
 
 async def run_chunks(follower: Follower[StoredEvent], run_id: int, age: Age) -> AsyncIterator[bytes]:
@@ -183,17 +183,13 @@ async def selected_actions(
 ) -> set[int]:
     selected = set()
     for name in action or ():
-        if (identifier := await context.stream.hub.action_id(name)) is None:
+        if (identifier := await context.stream.hub.reader.action_id(name)) is None:
             raise admin.unknown(name)
         selected.add(identifier)
     return selected
 
 
-async def selected_states(
-    state: Annotated[
-        list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
-    ] = None,
-) -> set[RunState]:
+async def selected_states(state: States = None) -> set[RunState]:
     return set(states_of(state or ()))
 
 
@@ -211,23 +207,23 @@ async def follow_feed(
 ) -> EventStream:
     """Follow the feed: every change of state of every run, from now on."""
     hub = context.stream.hub
-    return EventStream(feed_chunks(follower, Filter(actions, states, hub), Age(context)), hub.pacer)
+    return EventStream(feed_chunks(follower, Filter(actions, states, hub.reader), Age(context)), hub.pacer)
 
 
 class Filter:
     """Selects the changes of the feed that a client wants."""
 
-    def __init__(self, actions: set[int], states: set[RunState], hub: Hub) -> None:
+    def __init__(self, actions: set[int], states: set[RunState], reader: Reader) -> None:
         self._actions = actions
         self._states = states
-        self._hub = hub
+        self._reader = reader
 
     def of(self, batch: Batch, after: int) -> Sequence[bytes]:
         """Return the selected changes of a batch with a number above `after`, encoded."""
         if self._states and batch.state not in self._states:
             return ()
         if batch.encoded is None:
-            batch.encoded = [encoded(each.number, STATE, each.as_json(self._hub.names)) for each in batch.after(-1)]
+            batch.encoded = [encoded(each.number, STATE, each.as_json(self._reader.names)) for each in batch.after(-1)]
         begin = max(0, after + 1 - batch.first)
         if not self._actions:
             return batch.encoded[begin:] if begin else batch.encoded

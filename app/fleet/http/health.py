@@ -1,7 +1,7 @@
 """Health over HTTP: whether this instance is alive, whether it is ready, and which instances there are.
 
 `/health/live` does no I/O: a database outage is no reason to restart every instance. `/health/ready` is about this
-instance alone (`edge/readiness.py`). Both need no API key, and show the status and no internals.
+instance alone (`edge/readiness.py`). These two need no API key, and show the status and no internals.
 """
 
 from datetime import datetime
@@ -11,14 +11,12 @@ from uuid import UUID
 from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
-from app.fleet.cluster.registry import Instance
-from app.fleet.coordination.locks.by_instance import lock_names
+from app.fleet.coordination.locks.admin import lock_names
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import InContext
 from app.fleet.lifecycle import Phase
 
-probes = APIRouter(prefix="/health", tags=["health"])
-cluster = APIRouter(prefix="/health", tags=["health"], dependencies=[Depends(needs("read"))])
+router = APIRouter(prefix="/health", tags=["health"])
 
 
 class Alive(BaseModel):
@@ -64,13 +62,13 @@ class InstancesView(BaseModel):
     anomalies: list[AnomalyView]
 
 
-@probes.get("/live")
+@router.get("/live")
 async def live() -> Alive:
     """Confirm that the process runs. Does no I/O."""
     return Alive()
 
 
-@probes.get("/ready", response_model_exclude_none=True, responses={503: {"model": Ready}})
+@router.get("/ready", response_model_exclude_none=True, responses={503: {"model": Ready}})
 async def ready(context: InContext, response: Response) -> Ready:
     """Report whether this instance should receive requests."""
     lifecycle = context.lifecycle
@@ -84,7 +82,7 @@ async def ready(context: InContext, response: Response) -> Ready:
     return answer
 
 
-@cluster.get("/instances")
+@router.get("/instances", dependencies=[Depends(needs("read"))])
 async def instances(context: InContext) -> InstancesView:
     """List the living instances, the instances that were declared gone within the last minutes, and the anomalies."""
     member = context.member
@@ -95,10 +93,6 @@ async def instances(context: InContext) -> InstancesView:
         namespace=context.settings.namespace,
         self=identity.name if identity else None,
         leader=next((row.name for row in rows if row.leader), None),
-        instances=[view(row, locks.get(row.id, [])) for row in rows],
+        instances=[InstanceView.model_validate(vars(row) | {"locks": locks.get(row.id, [])}) for row in rows],
         anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await context.coordination.anomalies.find(rows)],
     )
-
-
-def view(row: Instance, locks: list[str]) -> InstanceView:
-    return InstanceView.model_validate(vars(row) | {"locks": locks})

@@ -59,21 +59,17 @@ async def locked_connection(database: Database, key: str) -> AsyncIterator[Conne
     loop = asyncio.get_running_loop()
     deadline = loop.time() + TIMEOUT
     while True:
+        last_try = loop.time() >= deadline
         async with database.connection() as connection:
-            if await try_lock(connection, database.namespace, key, last_try=loop.time() >= deadline):
+            try:
+                await lock_request_key(connection, database.namespace, key)
+            except KeyInFlight:
+                if last_try:
+                    raise
+            else:
                 yield connection
                 return
         await asyncio.sleep(RETRY_INTERVAL)
-
-
-async def try_lock(connection: Connection, namespace: Namespace, key: str, *, last_try: bool) -> bool:
-    try:
-        await lock_request_key(connection, namespace, key)
-    except KeyInFlight:
-        if last_try:
-            raise
-        return False
-    return True
 
 
 def digest(orders: Sequence[Order]) -> str:

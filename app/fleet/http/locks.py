@@ -30,7 +30,7 @@ LOCK_LIST = TypeAdapter(LockList)
 async def list_locks(context: InContext) -> Response:
     """List the held locks: the holder, since when, the fencing token, and the number of waiters."""
     async with context.database.connection() as connection:
-        return answer(LOCK_LIST, LockList(list(await admin.list_locks(connection, context.database.namespace))))
+        return answer(LOCK_LIST, LockList(await admin.list_locks(connection, context.database.namespace)))
 
 
 @router.delete(

@@ -21,7 +21,7 @@ router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
 @router.get("/metrics", response_class=Response)
 async def metrics(context: InContext) -> Response:
     """Return the metrics of this instance in the text format of Prometheus."""
-    return Response(generate_latest(FleetCollector().fill(values(context))), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(FleetCollector(values(context))), media_type=CONTENT_TYPE_LATEST)
 
 
 def values(context: Context) -> Mapping[str, Value]:
@@ -61,7 +61,7 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_runs_prune_skipped": context.engine.pruner.skipped,
         "flotilla_streams": context.open_streams.total(),
         "flotilla_streams_followed_runs": context.stream.hub.followed,
-        "flotilla_streams_reads_total": context.stream.hub.reads,
+        "flotilla_streams_reads_total": context.stream.hub.reader.reads,
         "flotilla_streams_notifications_total": context.stream.relay.sent,
         "flotilla_anomalies": {(kind,): context.coordination.anomalies.counts[kind] for kind in anomalies.KINDS},
         "flotilla_locks_held": context.coordination.locks.held,

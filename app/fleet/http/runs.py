@@ -57,7 +57,20 @@ MAX_RETRIED = 10_000
 MAX_PAGE_BYTES = 1_000_000
 STATES = TypeAdapter(list[RunState])
 
-RunId = Annotated[str, Path(alias="id", description="A whole number")]
+States = Annotated[
+    list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
+]
+
+
+async def number_of(run_id: Annotated[str, Path(alias="id", description="A whole number")]) -> int:
+    if not re.fullmatch(r"[0-9]+", run_id):
+        raise HttpError("the id of a run is a whole number: use the `id` of a run as it is")
+    if len(run_id) > len(str(MAX_ID)) or int(run_id) > MAX_ID:
+        raise RunUnknown("there is no run with this id, and there has never been one: no id is that high")
+    return int(run_id)
+
+
+RunId = Annotated[int, Depends(number_of)]
 
 
 @dataclass(frozen=True)
@@ -151,9 +164,7 @@ async def retry_many(request: Request, context: InContext) -> Response:
 async def list_runs(
     context: InContext,
     action: str | None = None,
-    state: Annotated[
-        list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
-    ] = None,
+    state: States = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     cursor: str | None = None,
 ) -> Response:
@@ -173,27 +184,24 @@ async def list_runs(
 @router.get("/runs/{id}", response_model=RunRecord, responses=problem_responses(400))
 async def show_run(run_id: RunId, context: InContext) -> Response:
     """Show one run."""
-    number = number_of(run_id)
     async with context.database.connection() as connection:
-        return answer(RUN, await runs.find(connection, context.database.namespace, number))
+        return answer(RUN, await runs.find(connection, context.database.namespace, run_id))
 
 
 @router.post("/runs/{id}/cancel", response_model=RunRecord, responses=problem_responses(400, 409))
 async def cancel_run(run_id: RunId, context: InContext) -> Response:
     """Cancel a run: a pending one at once, a running one as soon as its instance has received the request."""
-    number = number_of(run_id)
     async with context.database.autocommit() as connection:
-        cancelled = await cancel.cancel_run(connection, context.database.namespace, number)
-    context.stream.relay.notify(CHANGED, [number])
+        cancelled = await cancel.cancel_run(connection, context.database.namespace, run_id)
+    context.stream.relay.notify(CHANGED, [run_id])
     return answer(RUN, cancelled)
 
 
 @router.post("/runs/{id}/retry", response_model=RunRecord, responses=problem_responses(400, 409))
 async def retry_run(run_id: RunId, context: InContext) -> Response:
     """Retry a run that failed or was cancelled; a pending run that waits for a later time becomes due now."""
-    number = number_of(run_id)
     async with context.database.autocommit() as connection:
-        return answer(RUN, await retry.retry_run(connection, context.database.namespace, number))
+        return answer(RUN, await retry.retry_run(connection, context.database.namespace, run_id))
 
 
 async def trigger(context: Context, orders: Sequence[Order], key: str | None) -> list[Triggered]:
@@ -209,14 +217,6 @@ async def trigger(context: Context, orders: Sequence[Order], key: str | None) ->
             return done
 
     return await confirm.repeat_until_known(with_lock)
-
-
-def number_of(run_id: str) -> int:
-    if not re.fullmatch(r"[0-9]+", run_id):
-        raise HttpError("the id of a run is a whole number: use the `id` of a run as it is")
-    if len(run_id) > len(str(MAX_ID)) or int(run_id) > MAX_ID:
-        raise RunUnknown("there is no run with this id, and there has never been one: no id is that high")
-    return int(run_id)
 
 
 def states_of(given: Sequence[str]) -> list[RunState]:

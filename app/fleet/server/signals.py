@@ -4,7 +4,7 @@ uvicorn installs its handler before it runs the lifespan, and closes its listene
 that is installed during start-up replaces uvicorn's handler and can call it later. One that is installed earlier would
 be overwritten, and `loop.add_signal_handler` would never let uvicorn have the signal.
 
-    first signal        the shutdown begins; uvicorn does not know of the signal
+    first signal        the shutdown begins; uvicorn does not receive the signal
     second              the shutdown's wait is skipped
     hand-over           uvicorn receives the first signal now
     any later one       goes to uvicorn alone

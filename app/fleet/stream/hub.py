@@ -21,7 +21,7 @@ that loses its connection continues at another instance, after the last number i
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 from app.fleet.background import LoopErrors, Service, cancel_and_wait, jittered, wait_for_event
@@ -50,8 +50,8 @@ class Hub(Service):
     def __init__(self, database: Database, relay: Relay) -> None:
         super().__init__()
         self.pacer = Pacer()
+        self.reader = Reader(database, self.pacer)
         self._relay = relay
-        self._reader = Reader(database, self.pacer)
         self._runs: dict[int, RunChannel] = {}
         self._feed: Channel[Batch] | None = None
         # Runs that may have new events, in the order of the notifications: in a set, high ids could wait for ever.
@@ -71,15 +71,6 @@ class Hub(Service):
         """How many runs have followers at this instance."""
         return len(self._runs)
 
-    @property
-    def reads(self) -> int:
-        return self._reader.reads
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        """Action names by id, including all actions in the feed's channel."""
-        return self._reader.names
-
     # -- following ----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -88,7 +79,7 @@ class Hub(Service):
         channel = self._runs.get(run_id)
         # A complete channel may be out of date: the run may have been retried.
         if channel is None or channel.complete or after > channel.read:
-            first = await self._reader.first_pages.get((run_id, after))
+            first = await self.reader.first_pages.get((run_id, after))
             if first is None:
                 raise run_unknown(run_id)
             total, new_channel = first
@@ -103,7 +94,7 @@ class Hub(Service):
         self._update_weight(channel)
         self._wake_for_run(run_id)
         try:
-            yield Follower(channel, after, self._reader.older_events(run_id))
+            yield Follower(channel, after, self.reader.older_events(run_id))
         finally:
             channel.followers -= 1
             if channel.followers == 0:
@@ -113,7 +104,7 @@ class Hub(Service):
 
     async def count(self, run_id: int) -> int:
         """Return how many events a run has."""
-        count = await self._reader.count(run_id)
+        count = await self.reader.count(run_id)
         if count is None:
             raise run_unknown(run_id)
         return count
@@ -121,7 +112,7 @@ class Hub(Service):
     @asynccontextmanager
     async def follow_feed(self, after: int | None = None) -> AsyncIterator[Follower[Batch]]:
         """Follow the feed, from the change after this number, or from now on."""
-        start = await self._reader.feed_starts.get(None)
+        start = await self.reader.feed_starts.get(None)
         assert start is not None
         if not start.enabled:
             raise FeedOff("the feed is switched off: FLOTILLA_FEED_RETENTION is 0")
@@ -135,15 +126,11 @@ class Hub(Service):
         channel.followers += 1
         self._wake_for_feed()
         try:
-            yield Follower(channel, last if after is None else after, self._reader.older_batches())
+            yield Follower(channel, last if after is None else after, self.reader.older_batches())
         finally:
             channel.followers -= 1
             if channel.followers == 0:
                 self._feed = None
-
-    async def action_id(self, name: str) -> int | None:
-        """Return the id of an action, including actions of other releases; None if it does not exist."""
-        return await self._reader.action_id(name)
 
     def _notify_following(self) -> None:
         if not self._relay.has_followers:
@@ -202,7 +189,7 @@ class Hub(Service):
     async def _stop(self) -> None:
         for task in self._tasks:
             await cancel_and_wait(task)
-        await self._reader.stop()
+        await self.reader.stop()
 
     async def _repeat_following(self) -> None:
         while True:
@@ -233,7 +220,7 @@ class Hub(Service):
         if not afters:
             return
         try:
-            pages = await self._reader.new_pages(afters)
+            pages = await self.reader.new_pages(afters)
         except BaseException:
             self._unread.update(dict.fromkeys(afters))
             raise
@@ -258,7 +245,7 @@ class Hub(Service):
         # Before the read: a change that is notified during the read may not be in it.
         self._feed_is_unread = False
         try:
-            numbering, batches = await self._reader.new_batches(channel.read)
+            numbering, batches = await self.reader.new_batches(channel.read)
         except BaseException:
             self._feed_is_unread = True
             raise

@@ -53,11 +53,8 @@ class Reader:
         self._older_batches = SharedRead(self._read_older_batches, 1)
 
     async def stop(self) -> None:
-        await self.first_pages.stop()
-        await self.feed_starts.stop()
-        await self._names_read.stop()
-        await self._older_pages.stop()
-        await self._older_batches.stop()
+        for shared in (self.first_pages, self.feed_starts, self._names_read, self._older_pages, self._older_batches):
+            await shared.stop()
 
     async def new_pages(self, afters: Mapping[int, int]) -> dict[int, EventPage]:
         """Read the next events of these runs, after these numbers."""
@@ -152,7 +149,7 @@ class Reader:
     # -- the feed -----------------------------------------------------------------------------------------------------
 
     async def _number(self, connection: Connection) -> Numbering:
-        """Number the rows that have no number: all of them, or those of `NUMBERING_STEPS` transactions."""
+        """Number the rows that have no number, in at most `NUMBERING_STEPS` transactions."""
         for _ in range(NUMBERING_STEPS):
             self.reads += 1
             numbering = await self._numberer.step(connection, self._database.namespace)

@@ -1,9 +1,9 @@
 """The relay: notifies the instances with followers which runs have new events. It sends ids, and nothing else.
 
 PostgreSQL commits transactions that notify one after another, in the whole server. So the statement that writes an
-event does not notify. The relay notifies in a transaction of its own, after the commit: the first event at once, and
-those of the next `SPACING` together, as `emitted:17,18` for runs that emitted events and `changed:17,18` for runs whose
-state changed. If there are more than `MAX_IDS` runs, it sends `emitted:*`.
+event does not notify. The relay notifies in its own transaction, after the commit: the first event at once, and all
+events of the next `SPACING` together, as `emitted:17,18` for runs that emitted events and `changed:17,18` for runs
+whose state changed. If there are more than `MAX_IDS` runs, it sends `emitted:*`.
 
 The relay notifies only while a client of any instance follows a run or the feed. An instance sends `following:` when a
 client begins to follow, and again every `FOLLOWING_INTERVAL`. A relay that has not received it for `FOLLOWING_TTL`

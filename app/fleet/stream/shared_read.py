@@ -38,7 +38,7 @@ class SharedRead(Generic[Key, Result]):
         result: asyncio.Future[Result | None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(result)
         if self._task is None:
-            # An empty context, not that of this request: the task serves other requests too.
+            # In an empty context, because the task also serves other requests.
             self._task = asyncio.create_task(self._read_all(), name="shared-read", context=contextvars.Context())
         try:
             async with asyncio.timeout(READ_TIMEOUT):

@@ -18,15 +18,12 @@ class Stream:
     def __init__(self, database: Database, member: Member) -> None:
         self.relay = Relay(database)
         self.hub = Hub(database, self.relay)
+        # In the order in which they start.
+        self.services: Sequence[Service] = (self.relay, self.hub)
         member.on_notification(EMITTED, self.hub.on_emitted)
         member.on_notification(CHANGED, self.hub.on_changed)
         member.on_notification(FOLLOWING, lambda _: self.relay.on_following())
         member.on_linked(self.hub.wake_for_all)
-
-    @property
-    def services(self) -> Sequence[Service]:
-        """The services, in the order in which they start."""
-        return (self.relay, self.hub)
 
     async def stop(self) -> None:
         for service in reversed(self.services):

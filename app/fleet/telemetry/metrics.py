@@ -7,10 +7,11 @@ HTTP metrics and traces come from FastAPI's own telemetry and are not repeated h
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 # One value, or a value for each combination of label values.
 Value: TypeAlias = float | Mapping[tuple[str, ...], float]
@@ -18,85 +19,64 @@ Value: TypeAlias = float | Mapping[tuple[str, ...], float]
 
 @dataclass(frozen=True)
 class Definition:
-    name: str
     kind: Literal["gauge", "counter"]
+    name: str
     meaning: str
     labels: tuple[str, ...] = ()
 
 
+gauge = partial(Definition, "gauge")
+counter = partial(Definition, "counter")
+
 DEFINITIONS = (
-    Definition(
-        "flotilla_instance", "gauge", "Always 1; its labels identify the instance", ("namespace", "name", "version")
-    ),
-    Definition("flotilla_ready", "gauge", "1 while this instance is neither starting nor draining"),
-    Definition("flotilla_link_up", "gauge", "1 while the link certainly holds the presence lock"),
-    Definition("flotilla_link_breaks_total", "counter", "How often the link broke"),
-    Definition("flotilla_link_relinks_total", "counter", "How often the link was restored with the same instance id"),
-    Definition("flotilla_link_beat_seconds", "gauge", "How long PostgreSQL took to answer the last heartbeat"),
-    Definition("flotilla_identities_lost_total", "counter", "How often this instance was declared gone while it lived"),
-    Definition(
-        "flotilla_leader", "gauge", "1 while this instance is the leader; summed over all instances it should be 1"
-    ),
-    Definition("flotilla_leader_terms_total", "counter", "How often this instance became leader"),
-    Definition("flotilla_pool_up", "gauge", "1 while the database answers through the pool"),
-    Definition("flotilla_pool_outages_total", "counter", "How often the pool lost the database"),
-    Definition("flotilla_pool_connections", "gauge", "Connections of the pool", ("state",)),
-    Definition("flotilla_pool_waiting", "gauge", "Requests that wait for a connection of the pool"),
-    Definition(
-        "flotilla_pool_oldest_out_seconds", "gauge", "How long the longest-borrowed connection has been borrowed"
-    ),
-    Definition("flotilla_pool_refused_total", "counter", "Requests that got no connection of the pool in time"),
-    Definition("flotilla_runs_running", "gauge", "Attempts that this instance executes now"),
-    Definition("flotilla_runs_claimed_total", "counter", "Attempts that this instance began"),
-    Definition(
-        "flotilla_runs_ended_total", "counter", "Attempts of this instance that ended and are committed", ("outcome",)
-    ),
-    Definition(
-        "flotilla_runs_fenced_total", "counter", "Writes that were rejected for an outdated fencing token", ("write",)
-    ),
-    Definition(
-        "flotilla_runs_abandoned_total", "counter", "Attempts that did not stop when cancelled, and are ignored since"
-    ),
-    Definition("flotilla_runs_oldest_wait_seconds", "gauge", "How long the longest-waiting run has been due"),
-    Definition("flotilla_slots_scheduled_total", "counter", "Slots for which this instance inserted runs"),
-    Definition("flotilla_runs_pruned_total", "counter", "Runs that this instance deleted after their retention"),
-    Definition(
-        "flotilla_runs_prune_skipped", "gauge", "Runs that this instance could not delete in time, and will try again"
-    ),
-    Definition("flotilla_streams", "gauge", "Event streams that are open"),
-    Definition("flotilla_streams_followed_runs", "gauge", "Runs that clients or code follow at this instance"),
-    Definition(
-        "flotilla_streams_reads_total", "counter", "Reads of events and of the feed, for all followers together"
-    ),
-    Definition("flotilla_streams_notifications_total", "counter", "Notifications sent to followers on any instance"),
-    Definition("flotilla_anomalies", "gauge", "Anomalies that the leader found at its last check", ("kind",)),
-    Definition("flotilla_locks_held", "gauge", "Locks that this instance holds, including the locks of its singletons"),
-    Definition("flotilla_locks_waiting", "gauge", "Tasks of this instance that wait for a lock"),
-    Definition("flotilla_locks_taken_total", "counter", "Locks that this instance acquired"),
-    Definition("flotilla_locks_lost_total", "counter", "Locks that this instance lost while it held them"),
-    Definition("flotilla_locks_refused_total", "counter", "Transactions that were refused because their lock was lost"),
-    Definition("flotilla_limit_permits_total", "counter", "Permits of a limit that this instance used", ("name",)),
-    Definition(
-        "flotilla_limit_refused_total", "counter", "Calls on this instance that got no permit in time", ("name",)
-    ),
-    Definition("flotilla_limit_waiting", "gauge", "Calls on this instance that wait for a permit", ("name",)),
-    Definition(
-        "flotilla_breaker_open", "gauge", "1 for a breaker that is not closed, as far as this instance knows", ("name",)
-    ),
-    Definition("flotilla_breaker_opened_total", "counter", "How often this instance opened a breaker", ("name",)),
-    Definition(
-        "flotilla_breaker_closed_total", "counter", "How often a probe of this instance closed a breaker", ("name",)
-    ),
-    Definition("flotilla_breaker_refused_total", "counter", "Calls on this instance that a breaker refused", ("name",)),
-    Definition("flotilla_requests_in_flight", "gauge", "HTTP requests being answered, including event streams"),
-    Definition("flotilla_keys_refused_total", "counter", "Requests that were refused for their API key", ("reason",)),
-    Definition(
-        "flotilla_requests_abandoned_total", "counter", "Requests whose client left before the whole body had arrived"
-    ),
-    Definition("flotilla_connections", "gauge", "Client connections that are open"),
-    Definition("flotilla_connections_limit", "gauge", "How many client connections may be open"),
-    Definition("flotilla_connections_closed_total", "counter", "Connections closed because of a limit", ("reason",)),
-    Definition("flotilla_shutdown_step_seconds", "gauge", "How long a step of the shutdown took", ("step",)),
+    gauge("flotilla_instance", "Always 1; its labels identify the instance", ("namespace", "name", "version")),
+    gauge("flotilla_ready", "1 while this instance is neither starting nor draining"),
+    gauge("flotilla_link_up", "1 while the link certainly holds the presence lock"),
+    counter("flotilla_link_breaks_total", "How often the link broke"),
+    counter("flotilla_link_relinks_total", "How often the link was restored with the same instance id"),
+    gauge("flotilla_link_beat_seconds", "How long PostgreSQL took to answer the last heartbeat"),
+    counter("flotilla_identities_lost_total", "How often this instance was declared gone while it lived"),
+    gauge("flotilla_leader", "1 while this instance is the leader; summed over all instances it should be 1"),
+    counter("flotilla_leader_terms_total", "How often this instance became leader"),
+    gauge("flotilla_pool_up", "1 while the database answers through the pool"),
+    counter("flotilla_pool_outages_total", "How often the pool lost the database"),
+    gauge("flotilla_pool_connections", "Connections of the pool", ("state",)),
+    gauge("flotilla_pool_waiting", "Requests that wait for a connection of the pool"),
+    gauge("flotilla_pool_oldest_out_seconds", "How long the longest-borrowed connection has been borrowed"),
+    counter("flotilla_pool_refused_total", "Requests that got no connection of the pool in time"),
+    gauge("flotilla_runs_running", "Attempts that this instance executes now"),
+    counter("flotilla_runs_claimed_total", "Attempts that this instance began"),
+    counter("flotilla_runs_ended_total", "Attempts of this instance that ended and are committed", ("outcome",)),
+    counter("flotilla_runs_fenced_total", "Writes that were rejected for an outdated fencing token", ("write",)),
+    counter("flotilla_runs_abandoned_total", "Attempts that did not stop when cancelled, and are ignored since"),
+    gauge("flotilla_runs_oldest_wait_seconds", "How long the longest-waiting run has been due"),
+    counter("flotilla_slots_scheduled_total", "Slots for which this instance inserted runs"),
+    counter("flotilla_runs_pruned_total", "Runs that this instance deleted after their retention"),
+    gauge("flotilla_runs_prune_skipped", "Runs that this instance could not delete in time, and will try again"),
+    gauge("flotilla_streams", "Event streams that are open"),
+    gauge("flotilla_streams_followed_runs", "Runs that clients or code follow at this instance"),
+    counter("flotilla_streams_reads_total", "Reads of events and of the feed, for all followers together"),
+    counter("flotilla_streams_notifications_total", "Notifications sent to followers on any instance"),
+    gauge("flotilla_anomalies", "Anomalies that the leader found at its last check", ("kind",)),
+    gauge("flotilla_locks_held", "Locks that this instance holds, including the locks of its singletons"),
+    gauge("flotilla_locks_waiting", "Tasks of this instance that wait for a lock"),
+    counter("flotilla_locks_taken_total", "Locks that this instance acquired"),
+    counter("flotilla_locks_lost_total", "Locks that this instance lost while it held them"),
+    counter("flotilla_locks_refused_total", "Transactions that were refused because their lock was lost"),
+    counter("flotilla_limit_permits_total", "Permits of a limit that this instance used", ("name",)),
+    counter("flotilla_limit_refused_total", "Calls on this instance that got no permit in time", ("name",)),
+    gauge("flotilla_limit_waiting", "Calls on this instance that wait for a permit", ("name",)),
+    gauge("flotilla_breaker_open", "1 for a breaker that is not closed, as far as this instance knows", ("name",)),
+    counter("flotilla_breaker_opened_total", "How often this instance opened a breaker", ("name",)),
+    counter("flotilla_breaker_closed_total", "How often a probe of this instance closed a breaker", ("name",)),
+    counter("flotilla_breaker_refused_total", "Calls on this instance that a breaker refused", ("name",)),
+    gauge("flotilla_requests_in_flight", "HTTP requests being answered, including event streams"),
+    counter("flotilla_keys_refused_total", "Requests that were refused for their API key", ("reason",)),
+    counter("flotilla_requests_abandoned_total", "Requests whose client left before the whole body had arrived"),
+    gauge("flotilla_connections", "Client connections that are open"),
+    gauge("flotilla_connections_limit", "How many client connections may be open"),
+    counter("flotilla_connections_closed_total", "Connections closed because of a limit", ("reason",)),
+    gauge("flotilla_shutdown_step_seconds", "How long a step of the shutdown took", ("step",)),
 )
 
 # So many names of limits and breakers have their own series; all further names share the series `OTHERS`.
@@ -115,27 +95,18 @@ class ByName(Counter[str]):
 
 
 class FleetCollector(Collector):
-    """Turns values into metrics. The values are read at each scrape, so nothing has to keep them up to date."""
+    """Turns values into metrics. Each definition must have a value: without one, the scrape fails."""
 
-    def __init__(self) -> None:
-        self._values: dict[str, Value] = {}
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = values
 
     def collect(self) -> Iterator[Metric]:
         for definition in DEFINITIONS:
-            value = self._values.get(definition.name)
-            if value is None:
-                continue
             family = (CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily)(
                 definition.name, definition.meaning, labels=definition.labels
             )
+            value = self._values[definition.name]
             samples = value if isinstance(value, Mapping) else {(): value}
             for labels, sample in samples.items():
                 family.add_metric(labels, sample)
             yield family
-
-    def fill(self, values: Mapping[str, Value]) -> CollectorRegistry:
-        """Return a registry with these values and no others."""
-        self._values = dict(values)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return registry

@@ -109,7 +109,7 @@ def printable(text: str) -> str:
 
 
 def _words(error: BaseException) -> tuple[str, str]:
-    """Return the class name and the text of an exception; for SQLAlchemy's errors, those of the original error."""
+    """Return the class name and the text of an exception; an error of SQLAlchemy counts as its original error."""
     cause = error.orig if isinstance(error, StatementError) and error.orig is not None else error
     name = type(cause).__name__
     if isinstance(cause, psycopg.Error) and cause.diag.message_primary:

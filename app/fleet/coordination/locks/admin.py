@@ -1,23 +1,23 @@
 """List the locks that are held, and release a lock by force, for operators.
 
-A forced release increments the token, in the transaction that records who released the lock and why. So the next
-guarded write of the former holder is refused, even if its instance does not know of the release. A notification cancels
-its block at once; if the notification is lost, the renewal after the next heartbeat detects the release.
+A forced release increments the token, in the transaction that records the operator and the reason. So the next guarded
+write of the former holder is refused, whether or not its instance was notified. The notification cancels its block at
+once; if it is lost, the renewal after the next heartbeat detects the release.
 
 A forced release waits for a transaction that is guarded by the lock at the moment, but at most `PATIENCE`. That
 transaction may still commit, and no later one of the former holder.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 import psycopg
 from psycopg.rows import class_row
 
-from app.fleet.coordination.locks.statements import GRANT_FREE
+from app.fleet.cluster.registry import Session
+from app.fleet.coordination.locks import statements
 from app.fleet.db.namespace import Namespace, Statement
-from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown
 from app.fleet.telemetry.logs import events
 from app.fleet.validation import check_name
@@ -60,6 +60,14 @@ SELECT pg_notify('{channel}', format('released:%%s:%%s:%%s', %(instance_id)s::in
 """)
 
 
+NAMES_BY_INSTANCE = Statement("""
+SELECT l.instance_id, array_agg(l.name ORDER BY l.name) AS names
+FROM {schema}.service_locks AS l
+WHERE l.instance_id IS NOT NULL
+GROUP BY l.instance_id
+""")
+
+
 @dataclass(frozen=True, slots=True)
 class LockRecord:
     """A lock that is held, as REST and the command line show it."""
@@ -77,11 +85,23 @@ class LockRecord:
     waiting: int
 
 
-async def list_locks(connection: Connection, namespace: Namespace, name: str | None = None) -> Sequence[LockRecord]:
+async def list_locks(connection: Connection, namespace: Namespace, name: str | None = None) -> list[LockRecord]:
     """Return the locks that are held; with `name`, at most the lock of this name."""
     async with connection.cursor(row_factory=class_row(LockRecord)) as cursor:
         await cursor.execute(namespace.sql(LIST), {"name": name})
         return await cursor.fetchall()
+
+
+async def lock_names(database: Database) -> dict[int, list[str]]:
+    """Return the names of held locks by instance id; an instance that holds none is missing."""
+    async with database.connection() as connection:
+        cursor = await connection.execute(database.namespace.sql(NAMES_BY_INSTANCE))
+        return dict(await cursor.fetchall())
+
+
+def read_lock_names(session: Session, namespace: Namespace) -> dict[int, list[str]]:
+    """Do the same on a synchronous session."""
+    return dict(session.execute(namespace.sql(NAMES_BY_INSTANCE)).fetchall())
 
 
 async def force_release(connection: Connection, namespace: Namespace, name: str, *, reason: str, by: str) -> LockRecord:
@@ -108,6 +128,6 @@ async def force_release(connection: Connection, namespace: Namespace, name: str,
     await connection.execute(namespace.sql(INSERT_RELEASE), values)
     await connection.execute(namespace.sql(RELEASE), values)
     await connection.execute(namespace.sql(NOTIFY), values)
-    await connection.execute(namespace.sql(GRANT_FREE), {"names": [name]})
+    await connection.execute(namespace.sql(statements.GRANT_FREE), {"names": [name]})
     log.warning("lock.forced", lock=name, token=token, instance=instance, reason=reason.strip(), by=by)
     return record

@@ -55,18 +55,11 @@ from app.fleet.background import LoopErrors, Service, cancel_and_wait
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import BATCH, Identity, Session
+from app.fleet.coordination.locks import statements
 from app.fleet.coordination.locks.held import HeldLock, LockRequest, OnLoss, cancelled_on_loss, loss_error
 from app.fleet.coordination.locks.queue import LockQueue
 from app.fleet.coordination.locks.renewal import HeldLocks
 from app.fleet.coordination.locks.rows import LockRows
-from app.fleet.coordination.locks.statements import (
-    DELETE_WAITERS_OF_DEAD,
-    GRANT_LOCKS_OF_DEAD,
-    GUARD,
-    READ_HOLDER,
-    RENEW,
-    TAKE,
-)
 from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import Place, fetch
 from app.fleet.duration import format_duration
@@ -90,9 +83,7 @@ class Locks(Service):
         super().__init__()
         self.taken = 0
         self.refused = 0
-        self._guard_sql = database.namespace.sql(GUARD)
-        self._delete_waiters_sql = database.namespace.sql(DELETE_WAITERS_OF_DEAD)
-        self._grant_locks_sql = database.namespace.sql(GRANT_LOCKS_OF_DEAD)
+        self._sql = database.namespace.sql
         self._member = member
         self._rows = LockRows(database, member)
         self._queue = LockQueue(self._rows, member)
@@ -158,7 +149,7 @@ class Locks(Service):
 
     async def guard(self, held: HeldLock, place: Place) -> None:
         values = {"name": held.name, "token": held.token, "me": held.owner.id}
-        if held.released or not await fetch(place, self._guard_sql, values):
+        if held.released or not await fetch(place, self._sql(statements.GUARD), values):
             self.refused += 1
             log.warning("lock.refused", lock=held.name, token=held.token)
             self._held.lose(held, "it was taken over")
@@ -180,7 +171,7 @@ class Locks(Service):
     async def _try_to_take(self, request: LockRequest, me: Identity) -> HeldLock | None:
         with self._rows.writing(request.name):
             sent = clock()
-            rows = await self._rows.fetch(TAKE, self._rows.values(request, me))
+            rows = await self._rows.fetch(statements.TAKE, self._rows.values(request, me))
             return self._add(request, me, rows[0][0], sent) if rows else None
 
     async def _wait(self, request: LockRequest, me: Identity) -> HeldLock | None:
@@ -202,7 +193,7 @@ class Locks(Service):
     async def _confirm(self, request: LockRequest, me: Identity, token: int) -> HeldLock | None:
         """Renew a lock that was granted: the notification may be old."""
         sent = clock()
-        rows = await self._rows.fetch(RENEW, {"names": [request.name], "tokens": [token], "me": me.id})
+        rows = await self._rows.fetch(statements.RENEW, {"names": [request.name], "tokens": [token], "me": me.id})
         return self._add(request, me, token, sent) if rows and rows[0][2] else None
 
     def _add(self, request: LockRequest, me: Identity, token: int, sent: float) -> HeldLock | None:
@@ -215,7 +206,7 @@ class Locks(Service):
         return held
 
     async def _why_taken(self, name: str, wait: float | None) -> str:
-        rows = await self._rows.fetch(READ_HOLDER, {"name": name})
+        rows = await self._rows.fetch(statements.READ_HOLDER, {"name": name})
         instance, holder, since = rows[0] if rows else (None, None, None)
         in_time = f"within {format_duration(wait)}" if wait else "at once"
         text = f"the lock {name!r} was not free {in_time}."
@@ -234,8 +225,8 @@ class Locks(Service):
     def _instance_died(self, session: Session, dead: Sequence[int]) -> bool:
         """Grant the locks of dead instances, in the transaction that declares them gone; true if there may be more."""
         values = {"dead": list(dead)}
-        session.execute(self._delete_waiters_sql, values)
-        return len(session.execute(self._grant_locks_sql, values).fetchall()) == BATCH
+        session.execute(self._sql(statements.DELETE_WAITERS_OF_DEAD), values)
+        return len(session.execute(self._sql(statements.GRANT_LOCKS_OF_DEAD), values).fetchall()) == BATCH
 
     async def _identity_lost(self, _lost: Identity) -> None:
         self._held.lose_all("this instance was declared gone")

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from app.fleet.background import jittered, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
+from app.fleet.coordination.locks import statements
 from app.fleet.coordination.locks.held import LockRequest
 from app.fleet.coordination.locks.rows import (
     BACKOFF,
@@ -31,7 +32,6 @@ from app.fleet.coordination.locks.rows import (
     MIN_POLL_INTERVAL,
     LockRows,
 )
-from app.fleet.coordination.locks.statements import ENTER_QUEUE, FIND_DEADLOCK, GRANT_FREE, READ_WAITERS
 from app.fleet.errors import LockCycle
 
 
@@ -77,7 +77,7 @@ class LockQueue:
 
     async def _insert(self, request: LockRequest, me: Identity) -> Waiter | None:
         with self._rows.writing(request.name):
-            rows = await self._rows.fetch(ENTER_QUEUE, self._rows.values(request, me))
+            rows = await self._rows.fetch(statements.ENTER_QUEUE, self._rows.values(request, me))
             if not rows:
                 return None
             waiter = self.waiters[rows[0][0]] = Waiter(rows[0][0], request)
@@ -137,9 +137,9 @@ class LockQueue:
         me = self._member.identity
         if me is None or not self._member.holds():
             return
-        await self._rows.fetch(GRANT_FREE, {"names": sorted({waiter.request.name for waiter in due})})
+        await self._rows.fetch(statements.GRANT_FREE, {"names": sorted({waiter.request.name for waiter in due})})
         values = {"me": me.id, "waiters": [waiter.id for waiter in due]}
-        tokens = dict(await self._rows.fetch(READ_WAITERS, values))
+        tokens = dict(await self._rows.fetch(statements.READ_WAITERS, values))
         for waiter in due:
             token = tokens.get(waiter.id)
             if token is not None or waiter.id not in tokens:
@@ -151,7 +151,7 @@ class LockQueue:
     async def _check_deadlock(self, waiter: Waiter) -> None:
         request = waiter.request
         values = {"name": request.name, "held": list(request.held), "waiter": waiter.id}
-        rows = await self._rows.fetch(FIND_DEADLOCK, values)
+        rows = await self._rows.fetch(statements.FIND_DEADLOCK, values)
         if rows and not waiter.granted.done():
             cycle = " → ".join(map(repr, rows[0][0]))
             waiter.granted.set_exception(

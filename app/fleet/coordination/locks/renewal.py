@@ -20,13 +20,12 @@ reported as the anomaly `two_holders`.
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity, Session
+from app.fleet.coordination.locks import statements
 from app.fleet.coordination.locks.held import HeldLock
-from app.fleet.coordination.locks.statements import INSERT_OVERLAP, READ_OTHER_HOLDERS, RENEW
 from app.fleet.db.namespace import Namespace
 from app.fleet.telemetry.logs import events
 
@@ -38,8 +37,6 @@ log = events(__name__)
 
 
 class HeldLocks:
-    """The locks that this instance holds."""
-
     def __init__(self, namespace: Namespace, member: Member) -> None:
         self.lost = 0
         self._sql = namespace.sql
@@ -103,7 +100,7 @@ class HeldLocks:
             return
         sent = clock()
         values = {"names": [held.name for held in known], "tokens": [held.token for held in known], "me": me.id}
-        rows = session.execute(self._sql(RENEW), values).fetchall()
+        rows = session.execute(self._sql(statements.RENEW), values).fetchall()
         renewed_by_lock = {(name, token): renewed for name, token, renewed in rows}
         # A lock that was released meanwhile is no longer active: `release` sets that before it sends its statement.
         missing = [held for held in known if (held.name, held.token) not in renewed_by_lock and held.active]
@@ -112,7 +109,7 @@ class HeldLocks:
             if renewed:
                 held.expires_at = sent + held.ttl
             elif renewed is None:
-                self._member.in_loop(partial(self.lose, held, "it was taken over"))
+                self._member.in_loop(self.lose, held, "it was taken over")
         if missing:
             self._report_overlaps(session, me, missing)
 
@@ -122,7 +119,7 @@ class HeldLocks:
         If that happens, rows were changed by hand, a clock stood still, or this room has a defect.
         """
         values = {"names": [held.name for held in missing], "tokens": [held.token for held in missing], "me": me.id}
-        others = session.execute(self._sql(READ_OTHER_HOLDERS), values).fetchall()
+        others = session.execute(self._sql(statements.READ_OTHER_HOLDERS), values).fetchall()
         answered = clock()
         by_token = {(held.name, held.token): held for held in missing}
         for name, token, other_token, other, seconds in others:
@@ -131,4 +128,4 @@ class HeldLocks:
                 continue
             log.error("lock.two_holders", lock=name, token=token, other=other, other_token=other_token)
             found = {"name": name, "token": token, "instance": me.name, "other_token": other_token, "other": other}
-            session.execute(self._sql(INSERT_OVERLAP), found)
+            session.execute(self._sql(statements.INSERT_OVERLAP), found)

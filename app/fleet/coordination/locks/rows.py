@@ -1,14 +1,14 @@
 """The rows of this instance in `service_locks` and `lock_waiters`: releasing them, and finding orphaned ones.
 
-A row is orphaned if it has this instance's id and no task here knows it: a waiter whose caller gave up while the
-database was away, or a lock that was taken while the answer was lost. An orphaned row would block the lock for a whole
-`ttl`. So the instance reads its own rows, and releases those that no task knows, whenever
+A row is orphaned if it has this instance's id and belongs to no task: a waiter whose caller gave up while the database
+was away, or a lock that was taken while the answer was lost. An orphaned row would block the lock for a whole
+`ttl`. So the instance reads its own rows, and releases the orphaned ones, whenever
 
 - a statement that writes such a row has failed, and again `LATE_COMMIT` later, because the statement may still commit;
 - the link is up, at first or again;
-- a lock was granted to a waiter that is not known here.
+- a lock was granted to a waiter that belongs to no task here.
 
-A statement in flight may have written a row before its task can know of it. Such a row is released only when all
+A statement in flight may have written a row before its task has the answer. Such a row is released only when all
 statements that were in flight for its lock when the row was first seen have ended.
 """
 
@@ -23,15 +23,8 @@ import psycopg
 from app.fleet.background import BackgroundTasks
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
+from app.fleet.coordination.locks import statements
 from app.fleet.coordination.locks.held import LockRequest
-from app.fleet.coordination.locks.statements import (
-    GRANT_RELEASED,
-    IS_RELEASED,
-    LEAVE_QUEUE,
-    READ_OWN_ROWS,
-    RELEASE,
-    RELEASE_WITHOUT_GRANT,
-)
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import fetch
@@ -51,11 +44,11 @@ log = events(__name__)
 
 
 class LockRows:
-    """The rows of one instance, and which of them its tasks know."""
+    """The rows of one instance, and which of them belong to its tasks."""
 
     def __init__(self, database: Database, member: Member) -> None:
-        # The rows that a task here knows. Locks, by name and token, are known from their taking to the end of their
-        # release, even if they are lost in between.
+        # The rows that belong to a task here. A lock, by name and token, belongs to one until the end of its release,
+        # even if the lock is lost before that.
         self.locks: set[tuple[str, int]] = set()
         self.waiters: set[int] = set()
         # Set when there may be orphaned rows.
@@ -113,12 +106,12 @@ class LockRows:
         values = {"name": name, "token": token, "me": owner.id}
         try:
             with self.writing(name):
-                if await self.fetch(RELEASE, values):
+                if await self.fetch(statements.RELEASE, values):
                     return True
-                if not await self.fetch(RELEASE_WITHOUT_GRANT, values):
+                if not await self.fetch(statements.RELEASE_WITHOUT_GRANT, values):
                     return False
         except (psycopg.Error, DatabaseError) as error:
-            # From now on, no task knows the row: it is released as an orphan.
+            # From now on, the row belongs to no task: it is released as an orphan.
             log.info("lock.released_later", lock=name, token=token, reason=" ".join(str(error).split()))
             return True
         finally:
@@ -131,13 +124,15 @@ class LockRows:
         interval = MIN_POLL_INTERVAL
         values = {"name": name, "token": token}
         with suppress(psycopg.Error, DatabaseError):
-            while not await self.fetch(GRANT_RELEASED, values) and await self.fetch(IS_RELEASED, values):
+            while not await self.fetch(statements.GRANT_RELEASED, values):
+                if not await self.fetch(statements.IS_RELEASED, values):
+                    return
                 await asyncio.sleep(interval)
                 interval = min(interval * BACKOFF, MAX_POLL_INTERVAL)
 
     async def leave_queue(self, name: str, waiter: int) -> None:
         with suppress(psycopg.Error, DatabaseError), self.writing(name):
-            if not await self.fetch(LEAVE_QUEUE, {"waiter": waiter}):
+            if not await self.fetch(statements.LEAVE_QUEUE, {"waiter": waiter}):
                 # The lock was granted to this waiter meanwhile.
                 self.orphans_suspected.set()
 
@@ -158,9 +153,9 @@ class LockRows:
                 await asyncio.sleep(ORPHAN_INTERVAL)
 
     async def release_orphans(self) -> bool:
-        """Release the rows that no task here knows; true if there were any."""
+        """Release the rows that belong to no task here; true if there were any."""
         me = await self.identity()
-        rows = await self.fetch(READ_OWN_ROWS, {"me": me.id})
+        rows = await self.fetch(statements.READ_OWN_ROWS, {"me": me.id})
         unknown = [row for row in rows if row[:2] not in self.locks and row[2] not in self.waiters]
         self._unknown = {row: self._unknown.get(row) or set(self._in_flight.get(row[0], ())) for row in unknown}
         for row in unknown:
@@ -169,7 +164,7 @@ class LockRows:
                 continue
             log.info("lock.orphan_released", lock=name, token=token, waiter=waiter)
             if token is None:
-                await self.fetch(LEAVE_QUEUE, {"waiter": waiter})
+                await self.fetch(statements.LEAVE_QUEUE, {"waiter": waiter})
             else:
                 await self.release(name, token, me)
         return bool(unknown)

@@ -1,6 +1,6 @@
 """Statements on `service_locks` and `lock_waiters`: take a lock, grant it to the next waiter, renew it, guard by it.
 
-Each statement is a transaction of its own, except for GUARD and the statements of a death or of an operator's release.
+Each statement is a transaction of its own, except GUARD, an operator's release and the two `…_OF_DEAD`.
 Its rows say what it changed. `lock.py` has the protocol.
 
     statement                        changes a row if                               increments the token

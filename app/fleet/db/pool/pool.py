@@ -39,7 +39,7 @@ from psycopg.rows import TupleRow
 from psycopg_pool import AsyncConnectionPool, PoolTimeout, TooManyRequests
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from app.fleet.background import Service, cancel_and_wait
+from app.fleet.background import BackgroundTasks, Service
 from app.fleet.db.dsn import IDLE_IN_TRANSACTION, Addresses, pool_conninfo
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.dedicated import MIN_POOL_SIZE, DedicatedConnection
@@ -116,7 +116,7 @@ class Database(Service):
         # Every borrowed connection and when it was borrowed; None for a dedicated connection, which is kept.
         self._borrowed: dict[PooledConnection, float | None] = {}
         self._in_sessions: set[PooledConnection] = set()
-        self._comparing: set[asyncio.Task[None]] = set()
+        self._comparing = BackgroundTasks()
         self._returning: set[asyncio.Task[None]] = set()
         max_waiting = settings.pool_max * 20
         self._slots = SessionSlots(settings.pool_max, timeout=settings.pool_timeout, max_waiting=max_waiting)
@@ -240,9 +240,7 @@ class Database(Service):
 
     def compare(self) -> None:
         """Compare the databases in the background, because the link has come up."""
-        comparing = asyncio.create_task(self._compare(), name="pool-compare")
-        self._comparing.add(comparing)
-        comparing.add_done_callback(self._comparing.discard)
+        self._comparing.start(self._compare())
 
     def stats(self) -> dict[str, int]:
         """Return psycopg_pool's counts, with the requests that wait for a session slot."""
@@ -264,8 +262,7 @@ class Database(Service):
 
     async def _stop(self) -> None:
         await self._supervisor.stop()
-        for task in list(self._comparing):
-            await cancel_and_wait(task)
+        await self._comparing.stop()
         await self.engine.dispose()
         await asyncio.gather(*self._returning, return_exceptions=True)
         await self._pool.close(timeout=2)

@@ -37,7 +37,6 @@ class SessionSlots:
         self._free = asyncio.Semaphore(session_limit(pool_max))
 
     async def take(self) -> None:
-        """Wait for a slot."""
         if self.waiting >= self._max_waiting:
             self.refused += 1
             raise TooManyRequests(f"{self.waiting} requests are already waiting for a session of the pool")

@@ -5,7 +5,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 
 from app.fleet.db.schema import metadata
 
-# The actions in the code of each live instance: those that it schedules and claims. Deleted when it is declared gone.
+# The actions in the code of each live instance, which it schedules and claims. Deleted when it is declared gone.
 standby = Table(
     "standby",
     metadata,

@@ -5,8 +5,8 @@
 `subject` is what the request changes: the parameters of the path, or what the route sets with `set_subject`, such as
 the id of the new run. Payloads are never logged. A refused request is logged too, without a key if it had no valid one.
 
-The command line changes PostgreSQL directly, without an instance: `cli/terminal.py` notifies the instances in the same
-transaction, and the leader logs `command.audited`.
+The command line changes PostgreSQL directly, without an instance: `cluster/command_audit.py` notifies the leader in the
+same transaction, which logs `command.audited`.
 """
 
 from starlette.requests import Request

@@ -22,16 +22,10 @@ from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.problems import Forbidden, TooManyRequests, Unauthorized
 from app.fleet.settings import FleetSettings
 
-RANK: dict[Scope, int] = {"read": 0, "operate": 1, "admin": 2}
+RANK = {"read": 0, "operate": 1, "admin": 2}
 
 bearer = HTTPBearer(auto_error=False, description="An API key")
 header = APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key")
-
-
-def scope_of(settings: FleetSettings, key: str) -> Scope | None:
-    """Return the scope of a key, or None if it is unknown."""
-    found = line_of(settings, digest(key))
-    return found["scope"] if found is not None else None  # type: ignore[return-value]  # the pattern allows these only
 
 
 def line_of(settings: FleetSettings, given: str) -> re.Match[str] | None:
@@ -78,7 +72,7 @@ def check_key(scope: MutableMapping[str, Any], context: Context) -> None:
 
 def check(request: Request, context: Context, scope: Scope | None) -> None:
     """Refuse a request whose key does not have the scope. If no keys are configured, refuse none."""
-    required: Scope = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
+    required = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
     request.state.key = None
     if not context.settings.api_keys:
         return
@@ -90,8 +84,9 @@ def check(request: Request, context: Context, scope: Scope | None) -> None:
             f"this request needs an API key with the scope {required!r}: send it as `Authorization: Bearer …`",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    granted = scope_of(context.settings, given)
-    if granted is None:
+    hashed = digest(given)
+    key = line_of(context.settings, hashed)
+    if key is None:
         if wait := context.refused_keys.unknown_key(request.client.host if request.client else ""):
             raise TooManyRequests(
                 "this address has sent too many requests with unknown API keys: check the key, then try again",
@@ -101,11 +96,12 @@ def check(request: Request, context: Context, scope: Scope | None) -> None:
             "this API key is unknown: check that it is complete, and still in this service's settings",
             headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
         )
-    request.state.key = digest(given)
-    if RANK[granted] < RANK[required]:
+    request.state.key = hashed
+    if RANK[key["scope"]] < RANK[required]:
         context.refused_keys.count("scope")
         raise Forbidden(
-            f"this request needs an API key with the scope {required!r}, and this key has {granted!r}: use another key"
+            f"this request needs an API key with the scope {required!r}, and this key has {key['scope']!r}: "
+            f"use another key"
         )
 
 

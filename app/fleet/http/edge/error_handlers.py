@@ -1,4 +1,4 @@
-"""Error handlers: every error that a route raises becomes a problem. There is one handler for each family of errors.
+"""Error handlers: every error that a route raises becomes a problem. The table `PROBLEMS` has those of the fleet.
 
 They serve a service's own routes in the same way. An error that a handler cannot explain is logged as `request.failed`
 and answered with `internal`.
@@ -17,31 +17,9 @@ from psycopg_pool import TooManyRequests as PoolFull
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
+from app.fleet import errors
 from app.fleet.db.pool.pool import DatabaseAway
 from app.fleet.engine.enqueue.confirm import broke_off, is_away
-from app.fleet.errors import (
-    ActionUnknown,
-    AlreadyActive,
-    BreakerError,
-    BreakerInvalid,
-    BreakerOpen,
-    EngineError,
-    EventUnknown,
-    FeedOff,
-    KeyInFlight,
-    KeyReused,
-    LimitError,
-    LimitInvalid,
-    LimitReached,
-    LockError,
-    LockInvalid,
-    LockTaken,
-    LockUnknown,
-    OutcomeUnknown,
-    PayloadInvalid,
-    RunNotReady,
-    RunUnknown,
-)
 from app.fleet.http.edge.problems import (
     BY_STATUS,
     KINDS,
@@ -89,8 +67,8 @@ async def on_invalid(request: Request, error: Exception) -> Problem:
     if whole_body and content_type and "json" not in content_type:
         detail = f"this path accepts JSON, not {content_type.split(';')[0]}: send `Content-Type: application/json`"
         return problem(request, KINDS["unsupported-media-type"], detail)
-    errors = [field_error(part) for part in parts]
-    return problem(request, KINDS["invalid"], listed(errors), errors=errors)
+    fields = [field_error(part) for part in parts]
+    return problem(request, KINDS["invalid"], listed(fields), errors=fields)
 
 
 def field_error(part: Mapping[str, Any]) -> dict[str, str]:
@@ -100,55 +78,42 @@ def field_error(part: Mapping[str, Any]) -> dict[str, str]:
     return {"field": field_of(part["loc"]), "message": part["msg"]}
 
 
-# Any other EngineError is `invalid`.
-ENGINE_PROBLEMS: dict[type[EngineError], str] = {
-    ActionUnknown: "not-found",
-    RunUnknown: "not-found",
-    EventUnknown: "bad-request",
-    FeedOff: "not-found",
-    AlreadyActive: "conflict",
-    RunNotReady: "conflict",
-    KeyInFlight: "key-in-flight",
-    KeyReused: "key-reused",
-    PayloadInvalid: "invalid",
+# What an error of the fleet becomes, by its class or the nearest base class. Any other error of a lock is unexpected.
+PROBLEMS: dict[type, str] = {
+    errors.EngineError: "invalid",
+    errors.ActionUnknown: "not-found",
+    errors.RunUnknown: "not-found",
+    errors.EventUnknown: "bad-request",
+    errors.FeedOff: "not-found",
+    errors.AlreadyActive: "conflict",
+    errors.RunNotReady: "conflict",
+    errors.KeyInFlight: "key-in-flight",
+    errors.KeyReused: "key-reused",
+    errors.LockUnknown: "not-found",
+    errors.LockTaken: "locked",
+    errors.LockInvalid: "invalid",
+    errors.LimitInvalid: "invalid",
+    errors.LimitReached: "too-many-requests",
+    errors.BreakerInvalid: "invalid",
+    errors.BreakerOpen: "upstream-unavailable",
+    errors.OutcomeUnknown: "outcome-unknown",
 }
 
 
-async def on_engine_error(request: Request, error: Exception) -> Problem:
-    """Handle what the engine refuses, to a route of the fleet or to `trigger` in a route of the service."""
-    assert isinstance(error, EngineError)
-    slug = next((ENGINE_PROBLEMS[each] for each in type(error).__mro__ if each in ENGINE_PROBLEMS), "invalid")
+async def on_fleet_error(request: Request, error: Exception) -> Problem:
+    """Handle what the fleet refuses, to its own routes or to code in a route of the service."""
+    slug = next((PROBLEMS[each] for each in type(error).__mro__ if each in PROBLEMS), None)
+    if slug is None:
+        return await on_defect(request, error)
     extra: dict[str, Any] = {}
+    headers = {"Retry-After": "1"} if slug in {"key-in-flight", "locked"} else {}
     if slug == "invalid":
-        extra["errors"] = error.errors if isinstance(error, PayloadInvalid) else []
-    if isinstance(error, AlreadyActive):
+        extra["errors"] = error.errors if isinstance(error, errors.PayloadInvalid) else []
+    if isinstance(error, errors.AlreadyActive):
         extra["run"] = error.run_id
-    headers = {"Retry-After": "1"} if slug == "key-in-flight" else None
+    if isinstance(error, errors.LimitReached | errors.BreakerOpen):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     return problem(request, KINDS[slug], str(error), headers=headers, **extra)
-
-
-async def on_lock_error(request: Request, error: Exception) -> Problem:
-    """Handle a lock that is held, invalid or unknown. A lost lock is unexpected."""
-    assert isinstance(error, LockError)
-    if isinstance(error, LockUnknown):
-        return problem(request, KINDS["not-found"], str(error))
-    if isinstance(error, LockTaken):
-        return problem(request, KINDS["locked"], str(error), headers={"Retry-After": "1"})
-    if isinstance(error, LockInvalid):
-        return problem(request, KINDS["invalid"], str(error), errors=[])
-    log.error("request.failed", error=error, method=request.method, path=request.url.path)
-    return await on_unexpected(request, error)
-
-
-async def on_limit_error(request: Request, error: Exception) -> Problem:
-    """Handle a limit without a permit and an open breaker, which the route did not catch."""
-    assert isinstance(error, LimitError | BreakerError)
-    if isinstance(error, LimitInvalid | BreakerInvalid):
-        return problem(request, KINDS["invalid"], str(error), errors=[])
-    assert isinstance(error, LimitReached | BreakerOpen)
-    slug = "too-many-requests" if isinstance(error, LimitReached) else "upstream-unavailable"
-    retry_after = max(1, math.ceil(error.retry_after))
-    return problem(request, KINDS[slug], str(error), headers={"Retry-After": str(retry_after)})
 
 
 async def on_database_error(request: Request, error: Exception) -> Problem:
@@ -170,12 +135,12 @@ async def on_database_error(request: Request, error: Exception) -> Problem:
     if connection_broke or (cause is not None and is_away(cause)):
         detail = "the database does not answer at the moment: try again shortly"
         return problem(request, KINDS["unavailable"], detail, headers={"Retry-After": "2"})
+    return await on_defect(request, error)
+
+
+async def on_defect(request: Request, error: Exception) -> Problem:
     log.error("request.failed", error=error, method=request.method, path=request.url.path)
     return await on_unexpected(request, error)
-
-
-async def on_outcome_unknown(request: Request, error: Exception) -> Problem:
-    return problem(request, KINDS["outcome-unknown"], str(error))
 
 
 async def on_unexpected(request: Request, _: Exception) -> Problem:
@@ -187,12 +152,12 @@ HANDLERS = {
     HttpError: on_http_error,
     HTTPException: on_http_exception,
     RequestValidationError: on_invalid,
-    EngineError: on_engine_error,
-    LockError: on_lock_error,
-    LimitError: on_limit_error,
-    BreakerError: on_limit_error,
+    errors.EngineError: on_fleet_error,
+    errors.LockError: on_fleet_error,
+    errors.LimitError: on_fleet_error,
+    errors.BreakerError: on_fleet_error,
     DatabaseAway: on_database_error,
-    OutcomeUnknown: on_outcome_unknown,
+    errors.OutcomeUnknown: on_fleet_error,
     psycopg.Error: on_database_error,
     DBAPIError: on_database_error,
     Exception: on_unexpected,

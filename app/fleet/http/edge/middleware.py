@@ -25,7 +25,6 @@ import asyncio
 import random
 import re
 import secrets
-from collections.abc import Awaitable
 from urllib.parse import urlsplit
 
 import anyio
@@ -233,7 +232,7 @@ class Exchange:
                 self._disconnect_if_draining()
                 return await self._receive()
         except TimeoutError:
-            return {"type": "http.disconnect"}
+            return DISCONNECT
         finally:
             self._listening = None
             at_drain.discard(self._disconnect_if_draining)
@@ -302,9 +301,9 @@ class Exchange:
             headers["allow"] = ", ".join(dict.fromkeys([*allowed, "HEAD"]))
         self._streams_events = headers.get("content-type", "").startswith("text/event-stream")
 
-    def _end_stream(self) -> Awaitable[None]:
+    async def _end_stream(self) -> None:
         retry = random.randint(*RETRY_MS)
-        return self.send({"type": "http.response.body", "body": b"retry: %d\n\n" % retry, "more_body": False})
+        await self.send({"type": "http.response.body", "body": b"retry: %d\n\n" % retry, "more_body": False})
 
 
 def is_disconnect(errors: "ExceptionGroup[Exception]") -> bool:

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from app.fleet.errors import FleetError
@@ -252,3 +252,23 @@ def field_of(location: Sequence[str | int]) -> str:
     """Return the name of a field: its path, in the body without the word `body` before it."""
     first, *rest = location or ("body",)
     return ".".join(str(step) for step in (rest if rest and first == "body" else location or ("body",)))
+
+
+# -- the pages to which `type` leads -----------------------------------------------------------------------------------
+
+router = APIRouter(tags=["problems"], default_response_class=PlainTextResponse)
+
+
+@router.get("/problems")
+async def problem_pages() -> str:
+    """List every kind of problem."""
+    return "".join(f"/problems/{kind.slug}  {kind.status}  {kind.title}\n" for kind in KINDS.values())
+
+
+@router.get("/problems/{slug}")
+async def problem_page(slug: str) -> str:
+    """Explain one kind of problem."""
+    if slug not in KINDS:
+        raise NotFound(f"there is no kind of problem {slug!r}: GET /problems lists all kinds")
+    kind = KINDS[slug]
+    return f"{kind.title}\n{'=' * len(kind.title)}\n\nStatus {kind.status}. {kind.remedy}\n"

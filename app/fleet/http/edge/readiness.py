@@ -1,4 +1,4 @@
-"""Readiness: whether this instance should receive requests. The database is asked once, however many probes ask.
+"""Readiness: whether this instance should receive requests. One query at a time serves all probes.
 
 A positive result is cached for a second, so that a flood of probes cannot use up the pool. A negative one is not, so
 that a recovery is seen at once. The phase of the instance and the state of its link are not cached: they cost nothing.
