@@ -133,7 +133,8 @@ async def test_a_batch_is_one_statement_however_many_runs_it_has(
     genuine, inserts = psycopg.AsyncConnection.execute, list[bytes]()
 
     async def recorded(connection: Any, query: Any, *given: Any, **more: Any) -> Any:
-        if re.search(rb"INSERT INTO \S+\.runs ", query):
+        # Without the scheduler's insert, which it sends once when it starts.
+        if re.search(rb"INSERT INTO \S+\.runs ", query) and b"slot:" not in query:
             inserts.append(query)
         return await genuine(connection, query, *given, **more)
 

@@ -12,17 +12,24 @@ from tests.support.fleet import ROOT
 from tests.support.postgres import eventually, free_port
 
 # Marks its environment, and starts a process that leaves its process group and becomes a child of process 1.
-STARTER = """
+STARTER = '''
 import subprocess, sys, time
 from pathlib import Path
 from tests.support.reaper import Reaper
 reaper = Reaper(Path(sys.argv[1]))
-daemon = "import os; print(os.getpid(), flush=True) if os.fork() == 0 else os._exit(0); import time; time.sleep(600)"
+# Its parent prints the id, and so before the reaper can end the new process.
+daemon = """
+import os, time
+if (child := os.fork()) != 0:
+    print(child, flush=True)
+    os._exit(0)
+time.sleep(600)
+"""
 subprocess.run([sys.executable, "-c", daemon], start_new_session=True)
 if sys.argv[2] == "ends":
     reaper.close()
 time.sleep(600)
-"""
+'''
 
 
 def started(folder: Path, how: str) -> tuple["subprocess.Popen[str]", int]:
