@@ -86,7 +86,7 @@ class Member(Service):
         self._last_id: int | None = None
         self._registry = Registry(namespace, self._gone_hooks)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._registration = Registration(
+        self.registration = Registration(
             run_id=database.run_id,
             hostname=socket.gethostname(),
             pid=os.getpid(),
@@ -107,7 +107,7 @@ class Member(Service):
             on_linked=lambda: self._call_in_loop(self._linked_hooks),
             on_heartbeat=self._heartbeat,
         )
-        self.link = Link(addresses.direct, self._registry, self._registration, callbacks)
+        self.link = Link(addresses.direct, self._registry, self.registration, callbacks)
         database.compare_with(lambda: self.link.marker)
         self.on_linked(database.compare)
         self._reported_connection: float | None = None
@@ -148,14 +148,6 @@ class Member(Service):
     @property
     def identity(self) -> Identity | None:
         return self.link.identity
-
-    @property
-    def hostname(self) -> str:
-        return self._registration.hostname
-
-    @property
-    def pid(self) -> int:
-        return self._registration.pid
 
     @property
     def leading(self) -> bool:
@@ -200,8 +192,8 @@ class Member(Service):
             await asyncio.to_thread(self.link.join)
         except psycopg.Error as error:
             raise preflight.translate(error, self._addresses) from error
-        if self._registration.workspace_shared:
-            log.warning("workspace.shared_by_force", workspace=self._registration.workspace)
+        if self.registration.workspace_shared:
+            log.warning("workspace.shared_by_force", workspace=self.registration.workspace)
         self.leader.start()
 
     async def _stop(self) -> None:
