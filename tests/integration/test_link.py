@@ -254,7 +254,7 @@ def test_a_leader_whose_own_link_was_just_broken_judges_nobody_in_a_hurry(home: 
     """What ended its session may have ended everyone's: a crash of the server keeps the server's start time."""
     with leader_and_another(home) as (link, session, theirs, other):
         session.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE '%/link/%'")
-        eventually(lambda: link.stats.relinks == 1)
+        eventually(lambda: link.relinks == 1)
         theirs.close()
         assert seconds_until_gone(session, other) > RELINK_GRACE * 0.5
 
@@ -390,7 +390,7 @@ def test_a_lost_identity_is_dropped_completely_before_there_is_a_new_one(home: s
         session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [former.id])
         assert dropped.wait(10)
         current = eventually(lambda: link.identity)
-        assert link.stats.identities_lost == 1
+        assert link.identities_lost == 1
     assert order == [f"joined {former.id}", f"lost {former.id}", "dropped", f"joined {current.id}"]
     assert current.id > former.id
     assert current.name == former.name
@@ -448,7 +448,7 @@ def test_notifications_stay_in_their_namespace(address: str) -> None:
 
 
 def wait_for_relinks(links: list[Link], than: list[int]) -> None:
-    eventually(lambda: all(link.stats.relinks > former for link, former in zip(links, than, strict=True)))
+    eventually(lambda: all(link.relinks > former for link, former in zip(links, than, strict=True)))
 
 
 def test_many_links_broken_at_once_all_keep_their_identity(home: str) -> None:
@@ -461,7 +461,7 @@ def test_many_links_broken_at_once_all_keep_their_identity(home: str) -> None:
         with queued(home, links[0]) as leader, psycopg.connect(home, autocommit=True) as session:
             eventually(lambda: leader.leading)
             for _ in range(5):
-                relinks = [link.stats.relinks for link in links]
+                relinks = [link.relinks for link in links]
                 session.execute(
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                     # With or without its instance's name, which it says last.

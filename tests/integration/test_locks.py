@@ -370,7 +370,7 @@ async def test_a_short_break_of_the_link_loses_no_lock(here: LocalInstance, monk
         )
 
         async def again() -> bool:
-            return member.link_stats.relinks == 1 and member.holds()
+            return member.link.relinks == 1 and member.holds()
 
         await soon(again)
         before = held.expires_at
@@ -713,12 +713,12 @@ async def test_a_renewal_does_not_wait_for_a_row_that_an_operator_has_locked(her
 
         async def beaten() -> bool:
             ((later,),) = await here.sql("SELECT heartbeat_at > now() - interval '1 second' FROM instances")
-            return bool(later) or member.link_stats.breaks > 0
+            return bool(later) or member.link.breaks > 0
 
         # Longer than the link waits for an answer.
         await asyncio.sleep(PATIENCE + 1)
         await soon(beaten)
-        assert member.link_stats.breaks == 0
+        assert member.link.breaks == 0
         assert held.active
         assert held.expires_at == before
         await operator.rollback()

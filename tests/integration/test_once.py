@@ -348,7 +348,7 @@ async def test_who_does_not_have_the_key_has_no_session() -> None:
 async def test_an_instance_that_is_not_registered_takes_nothing(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here.running.context.member._link, "_identity", None)
+    monkeypatch.setattr(here.running.context.member.link, "_identity", None)
     with pytest.raises(Fenced, match="is registering again"):
         await enter(lambda: once("nobody", "k"))
 

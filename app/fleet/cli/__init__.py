@@ -1,11 +1,4 @@
-"""The command line, `flotilla`: tables for people, `--json` for programs, and exit codes.
-
-    0  done
-    1  failed: the request cannot be done now, a followed run did not succeed, or `doctor` found a problem
-    2  wrong usage, a wrong setting, or a payload that does not fit the action
-    3  an instance refused to start
-    4  the database cannot be used as it is
-    5  no such instance, action, run or lock
+"""The command line, `flotilla`: tables for people, `--json` for programs, and exit codes (`epilog`).
 
 Each noun has its own file; this file lists the commands. All commands connect to PostgreSQL only and not to an
 instance, so they work from any machine, also while no instance runs.

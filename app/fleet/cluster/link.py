@@ -75,16 +75,6 @@ class Callbacks:
 
 
 @dataclass
-class LinkStats:
-    """Counts for the metrics."""
-
-    breaks: int = 0
-    relinks: int = 0
-    identities_lost: int = 0
-    last_heartbeat_seconds: float = 0.0
-
-
-@dataclass
 class LeaveRequest:
     reason: str
     shutdown: list[dict[str, Any]] = field(default_factory=list)
@@ -95,7 +85,9 @@ class Link:
     """Opened by `join`, closed by `leave`; everything between happens in its thread."""
 
     def __init__(self, address: str, registry: Registry, registration: Registration, callbacks: Callbacks) -> None:
-        self.stats = LinkStats()
+        # For the metrics.
+        self.breaks = self.relinks = self.identities_lost = 0
+        self.last_heartbeat_seconds = 0.0
         self.relinked_at: float | None = None
         # Returns the number of runs here, for the registry; called in the link's thread.
         self.running: Callable[[], int] = lambda: 0
@@ -221,7 +213,7 @@ class Link:
             time.sleep(0.02)
         if not self._registry.relink(session, identity):
             return False
-        self.stats.relinks += 1
+        self.relinks += 1
         self.relinked_at = clock()
         log.info("link.up", id=identity.id)
         return True
@@ -245,7 +237,7 @@ class Link:
         if reply is None:
             raise psycopg.OperationalError("this instance was declared gone")
         self._trusted_until = sent + PATIENCE
-        self.stats.last_heartbeat_seconds = clock() - sent
+        self.last_heartbeat_seconds = clock() - sent
         # Measured at the middle of the round trip and written with the next heartbeat, for operators.
         self._clock_ahead = (before + time.time()) / 2 - reply.now.timestamp()
         for _ in range(announcements):
@@ -293,7 +285,7 @@ class Link:
         if self._trusted_until:
             # Logged once per break, and not for each attempt to reconnect.
             self._trusted_until = 0.0
-            self.stats.breaks += 1
+            self.breaks += 1
             reason = redact(" ".join(str(error).split()))
             log.warning("link.lost", reason=reason)
             self._callbacks.on_broken(reason)
@@ -301,7 +293,7 @@ class Link:
     def _drop(self, lost: Identity) -> None:
         self._trusted_until = 0.0
         self._identity = None
-        self.stats.identities_lost += 1
+        self.identities_lost += 1
         log.warning("instance.identity_lost", id=lost.id, name=lost.name)
         self._callbacks.on_identity_lost(lost)
         # Operators identify instances by name: use the same one again if it is free.

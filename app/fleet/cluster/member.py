@@ -17,7 +17,7 @@ import psycopg
 
 from app.fleet.background import Service
 from app.fleet.cluster.leader import Leader
-from app.fleet.cluster.link import DROP_TIMEOUT, Callbacks, Link, LinkStats
+from app.fleet.cluster.link import DROP_TIMEOUT, Callbacks, Link
 from app.fleet.cluster.registry import (
     GoneHook,
     Identity,
@@ -86,7 +86,7 @@ class Member(Service):
         self._last_id: int | None = None
         self._registry = Registry(namespace, self._gone_hooks)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._registration = Registration(
+        self.registration = Registration(
             run_id=database.run_id,
             hostname=socket.gethostname(),
             pid=os.getpid(),
@@ -107,13 +107,13 @@ class Member(Service):
             on_linked=lambda: self._call_in_loop(self._linked_hooks),
             on_heartbeat=self._heartbeat,
         )
-        self._link = Link(addresses.direct, self._registry, self._registration, callbacks)
-        database.compare_with(lambda: self._link.marker)
+        self.link = Link(addresses.direct, self._registry, self.registration, callbacks)
+        database.compare_with(lambda: self.link.marker)
         self.on_linked(database.compare)
         self._reported_connection: float | None = None
         self.on_heartbeat(self._report_connection)
-        self._leader = Leader(
-            addresses.direct, self._registry, self._link, lambda: self._call_in_loop(self._elected_hooks)
+        self.leader = Leader(
+            addresses.direct, self._registry, self.link, lambda: self._call_in_loop(self._elected_hooks)
         )
 
     # -- for the rooms above, before the start ------------------------------------------------------------------------
@@ -141,37 +141,21 @@ class Member(Service):
 
     def count_running(self, running: Callable[[], int]) -> None:
         """Write this number of running runs with each heartbeat. `running` is called in the link's thread."""
-        self._link.running = running
+        self.link.running = running
 
     # -- for all rooms ------------------------------------------------------------------------------------------------
 
     @property
     def identity(self) -> Identity | None:
-        return self._link.identity
-
-    @property
-    def hostname(self) -> str:
-        return self._registration.hostname
-
-    @property
-    def pid(self) -> int:
-        return self._registration.pid
+        return self.link.identity
 
     @property
     def leading(self) -> bool:
-        return self._leader.leading
-
-    @property
-    def terms(self) -> int:
-        return self._leader.terms
-
-    @property
-    def link_stats(self) -> LinkStats:
-        return self._link.stats
+        return self.leader.leading
 
     def holds(self) -> bool:
         """Whether this instance may act as holder of anything right now (see `link.py`)."""
-        return self._link.holds()
+        return self.link.holds()
 
     async def instances(self) -> list[Instance]:
         return await list_instances(self._database)
@@ -185,11 +169,11 @@ class Member(Service):
         """Write the phase to the registry; while the database is unavailable, return and write it later."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ANNOUNCE_TIMEOUT):
-                await asyncio.wrap_future(self._link.announce(phase))
+                await asyncio.wrap_future(self.link.announce(phase))
 
     def step_down(self) -> None:
         """Leave the leader queue for good: a draining instance is no candidate."""
-        self._leader.step_down()
+        self.leader.step_down()
 
     def keep_record(self, record: list[dict[str, Any]]) -> None:
         """Write this list to the instance's row when it leaves."""
@@ -205,17 +189,17 @@ class Member(Service):
     async def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            await asyncio.to_thread(self._link.join)
+            await asyncio.to_thread(self.link.join)
         except psycopg.Error as error:
             raise preflight.translate(error, self._addresses) from error
-        if self._registration.workspace_shared:
-            log.warning("workspace.shared_by_force", workspace=self._registration.workspace)
-        self._leader.start()
+        if self.registration.workspace_shared:
+            log.warning("workspace.shared_by_force", workspace=self.registration.workspace)
+        self.leader.start()
 
     async def _stop(self) -> None:
-        self._leader.step_down()
-        await asyncio.to_thread(self._leader.join, 1.0)
-        recorded = await asyncio.to_thread(self._link.leave, "left", self._shutdown_record, LEAVE_TIMEOUT)
+        self.leader.step_down()
+        await asyncio.to_thread(self.leader.join, 1.0)
+        recorded = await asyncio.to_thread(self.link.leave, "left", self._shutdown_record, LEAVE_TIMEOUT)
         if self._last_id is not None:
             log.info("instance.left", recorded=recorded)
 

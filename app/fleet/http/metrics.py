@@ -26,7 +26,7 @@ async def metrics(context: InContext) -> Response:
 
 def values(context: Context) -> Mapping[str, Value]:
     member, database = context.member, context.database
-    link, pool = member.link_stats, database.stats()
+    link, pool = member.link, database.stats()
     identity = member.identity
     executor = context.engine.executor
     limits, breakers = context.coordination.limits, context.coordination.breakers
@@ -40,7 +40,7 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_link_beat_seconds": link.last_heartbeat_seconds,
         "flotilla_identities_lost_total": link.identities_lost,
         "flotilla_leader": member.leading,
-        "flotilla_leader_terms_total": member.terms,
+        "flotilla_leader_terms_total": member.leader.terms,
         "flotilla_pool_up": database.healthy,
         "flotilla_pool_outages_total": database.outages,
         "flotilla_pool_connections": {

@@ -1,4 +1,4 @@
-"""Error handlers: every error that a route raises becomes a problem. The table `PROBLEMS` has those of the fleet.
+"""Error handlers: every error that a route raises becomes a problem. `PROBLEMS` is the table for errors of the fleet.
 
 They serve a service's own routes in the same way. An error that a handler cannot explain is logged as `request.failed`
 and answered with `internal`.
@@ -78,7 +78,7 @@ def field_error(part: Mapping[str, Any]) -> dict[str, str]:
     return {"field": field_of(part["loc"]), "message": part["msg"]}
 
 
-# What an error of the fleet becomes, by its class or the nearest base class. Any other error of a lock is unexpected.
+# The kind of problem for an error, by its class or nearest base class. Other errors of locks are unexpected.
 PROBLEMS: dict[type, str] = {
     errors.EngineError: "invalid",
     errors.ActionUnknown: "not-found",
