@@ -4,19 +4,18 @@ Every service has the same contract (`Service`). `start` and `stop` may be calle
 they do the obvious thing and never raise because of the order. When `stop` returns, no task, thread or session of the
 service is left. A stopped service cannot be started again: create a new one.
 
-A service that works in a loop writes the loop itself, with its own waits, and runs each step under a `LoopErrors`:
+A service that works in a loop is a `LoopService`. It writes the loop itself, with its own waits, and runs each step
+under a `LoopErrors`:
 
     self._wake = asyncio.Event()
     self._errors = LoopErrors(log, failed="reconciler.failed", defect="engine.defect", service="reconciler")
 
-    async def _run_loop(self) -> None:
+    async def _run(self) -> None:
         while True:
             self._wake.clear()
             async with self._errors.logged():
                 await self._reconcile()
             await wait_for_event(self._wake, jittered(INTERVAL))
-
-`_start` creates the task, `_stop` ends it with `cancel_and_wait`.
 """
 
 import asyncio
@@ -76,6 +75,21 @@ class Service:
 
     async def _stop(self) -> None:
         """End the tasks and release the resources."""
+
+
+class LoopService(Service):
+    """A service whose work is one task, which runs from its start until its stop."""
+
+    _task: "asyncio.Task[None] | None" = None
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+    async def _start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=self.name)
+
+    async def _stop(self) -> None:
+        await cancel_and_wait(self._task)
 
 
 class LoopErrors:

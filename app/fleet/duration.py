@@ -19,7 +19,7 @@ MAX_DURATION = 366 * 86400.0
 # How far a query can go back, as in `--since`.
 MAX_AGE = 3650 * 86400.0
 MAX_BURST = 1_000_000
-# What is granted late may catch up by so many seconds: in any period, at most burst + rate × (period + RATE_TOLERANCE).
+# Seconds by which a late start may be made up: in any period, at most burst + rate × (period + RATE_TOLERANCE).
 RATE_TOLERANCE = 0.05
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
 RATE = re.compile(r"(\d{1,9})/(\d{0,9})(ms|[smhd])")

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from app.fleet.background import LoopErrors, Service, cancel_and_wait, jittered
+from app.fleet.background import LoopErrors, LoopService, jittered
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Namespace, Statement
@@ -89,7 +89,7 @@ class Anomaly:
 Check = Callable[[Connection, Namespace, Sequence[Instance]], Awaitable[Iterable[Anomaly]]]
 
 
-class Anomalies(Service):
+class Anomalies(LoopService):
     """All checks of this namespace, and what this instance found last while it was the leader."""
 
     name = "anomalies"
@@ -101,7 +101,6 @@ class Anomalies(Service):
         self._checks: list[Check] = [check_instances, check_leadership]
         self._known: dict[tuple[str, str], Anomaly] = {}
         self._errors = LoopErrors(log, failed="anomalies.failed", defect="cluster.defect", service="anomalies")
-        self._task: asyncio.Task[None] | None = None
 
     def add(self, check: Check) -> None:
         self._checks.append(check)
@@ -128,13 +127,7 @@ class Anomalies(Service):
             log.info("anomaly.over", kind=kind, subject=subject)
         self._known = found
 
-    async def _start(self) -> None:
-        self._task = asyncio.create_task(self._check_periodically(), name="anomalies")
-
-    async def _stop(self) -> None:
-        await cancel_and_wait(self._task)
-
-    async def _check_periodically(self) -> None:
+    async def _run(self) -> None:
         while True:
             await asyncio.sleep(jittered(CHECK_INTERVAL))
             async with self._errors.logged():

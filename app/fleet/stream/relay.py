@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Collection, Iterable
 
-from app.fleet.background import LoopErrors, Service, cancel_and_wait
+from app.fleet.background import LoopErrors, LoopService
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
 from app.fleet.telemetry.logs import events
@@ -33,7 +33,7 @@ log = events(__name__)
 NOTIFY = Statement("SELECT pg_notify('{channel}', payload) FROM unnest(%(payloads)s::text[]) AS payload")
 
 
-class Relay(Service):
+class Relay(LoopService):
     name = "relay"
 
     def __init__(self, database: Database) -> None:
@@ -45,7 +45,6 @@ class Relay(Service):
         self._following = False
         self._work = asyncio.Event()
         self._errors = LoopErrors(log, failed="relay.failed", defect="engine.defect", service="relay", defect_pause=0.0)
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def has_followers(self) -> bool:
@@ -66,12 +65,6 @@ class Relay(Service):
     def on_following(self) -> None:
         """Handle `following:`: a client follows a run or the feed, at this instance or another."""
         self._followed_until = time.monotonic() + FOLLOWING_TTL
-
-    async def _start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="relay")
-
-    async def _stop(self) -> None:
-        await cancel_and_wait(self._task)
 
     async def _run(self) -> None:
         while True:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import psycopg
 
-from app.fleet.background import LoopErrors, Service, cancel_and_wait, wait_for_event
+from app.fleet.background import LoopErrors, LoopService, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool.pool import Database
@@ -44,7 +44,7 @@ RETRY = 0.1
 log = events(__name__)
 
 
-class Dispatcher(Service):
+class Dispatcher(LoopService):
     name = "dispatcher"
 
     def __init__(
@@ -73,7 +73,6 @@ class Dispatcher(Service):
         self._errors = LoopErrors(
             log, service="dispatcher", defect="engine.defect", failed="dispatcher.failed", retry_interval=RETRY
         )
-        self._task: asyncio.Task[None] | None = None
 
     def wake(self) -> None:
         self._wake.set()
@@ -94,14 +93,11 @@ class Dispatcher(Service):
                 self._backlog.add_next_of(attempt.action_id, attempt.ordering_key)
         self._wake.set()
 
-    async def _start(self) -> None:
-        self._task = asyncio.create_task(self._claim_for_ever(), name="dispatcher")
-
     async def _stop(self) -> None:
-        await cancel_and_wait(self._task)
+        await super()._stop()
         await self._connection.close()
 
-    async def _claim_for_ever(self) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         with suppress(psycopg.Error, DatabaseError):
             await self._prepare()

@@ -37,7 +37,7 @@ from typing import Any
 
 import psycopg
 
-from app.fleet.background import LoopErrors, Service, cancel_and_wait, wait_for_event
+from app.fleet.background import LoopErrors, LoopService, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Lock, Statement
 from app.fleet.db.pool.pool import Connection, Database
@@ -99,7 +99,7 @@ WHERE id = ANY (%(actions)s::int[]) AND NOT (id = ANY (%(left)s::int[])) AND pau
 """)
 
 
-class Scheduler(Service):
+class Scheduler(LoopService):
     name = "scheduler"
 
     def __init__(
@@ -130,7 +130,6 @@ class Scheduler(Service):
         self._errors = LoopErrors(
             log, service="scheduler", defect="engine.defect", failed="scheduler.failed", retry_interval=RETRY
         )
-        self._task: asyncio.Task[None] | None = None
 
     def expect(self, slot: datetime) -> None:
         """A slot is due at this time."""
@@ -144,14 +143,11 @@ class Scheduler(Service):
         self._due = 0.0
         self._wake.set()
 
-    async def _start(self) -> None:
-        self._task = asyncio.create_task(self._schedule_for_ever(), name="scheduler")
-
     async def _stop(self) -> None:
-        await cancel_and_wait(self._task)
+        await super()._stop()
         await self._connection.close()
 
-    async def _schedule_for_ever(self) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from app.fleet.background import LoopErrors, Service, cancel_and_wait, jittered, wait_for_event
+from app.fleet.background import LoopErrors, LoopService, jittered, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Connection, Database
@@ -105,7 +105,7 @@ WHERE s.action_ids = (SELECT action_ids FROM {{schema}}.standby WHERE instance_i
 """)
 
 
-class Reconciler(Service):
+class Reconciler(LoopService):
     name = "reconciler"
 
     def __init__(
@@ -149,18 +149,11 @@ class Reconciler(Service):
             failed="reconciler.failed",
             warn_when=lambda failures: failures % MANY_FAILURES == 0,
         )
-        self._task: asyncio.Task[None] | None = None
 
     def read_now(self) -> None:
         self._wake.set()
 
-    async def _start(self) -> None:
-        self._task = asyncio.create_task(self._reconcile_for_ever(), name="reconciler")
-
-    async def _stop(self) -> None:
-        await cancel_and_wait(self._task)
-
-    async def _reconcile_for_ever(self) -> None:
+    async def _run(self) -> None:
         while True:
             self._wake.clear()
             identity = self._member.identity
