@@ -217,7 +217,7 @@ class Member(Service):
         try:
             dropping.result(DROP_TIMEOUT)
         except TimeoutError:
-            # Late writes are rejected by token; waiting longer would only delay joining again.
+            # Late writes are refused; waiting longer would only delay joining again.
             log.warning("instance.drop_incomplete", id=lost.id, seconds=DROP_TIMEOUT)
 
     async def _drop_all(self, lost: Identity) -> None:

@@ -12,7 +12,7 @@ moment waits for the transaction and then reads its result. Lock order: presence
     declare_gone       presence lock free, state <> 'gone'          no change: it is live, or was declared gone before
 
 Declaring a live instance gone is wasteful but not unsafe: that instance finds its row gone and joins again with another
-id, and every write that it still makes for the old id is rejected by token.
+id, and every write that it still makes for the old id is refused (`runs/__init__.py`).
 
 Rooms above register a `GoneHook` for what they must change when an instance is gone. It runs in the same transaction,
 on its connection. That transaction must be short, because the leader's session waits for an answer only as long as its
@@ -24,8 +24,8 @@ remaining rows, which name a gone instance.
 row, and the leader tries again. A transaction that never ends would keep the instance from ever being declared gone: if
 a process freezes while it receives an answer larger than the socket's buffers, its backend waits for it, and no timeout
 of PostgreSQL ends that wait. So if the row is locked, `declare_gone` ends the sessions of the instance's pool that hold
-it (`END_POOL_SESSIONS`). It finds them by the run id in their `application_name` (`dsn.pool_application`). Sessions
-behind a pooler do not have that name; the pooler's own timeouts must end them.
+it (`END_POOL_SESSIONS`). It finds them by the instance's `run_id` (a UUID for each start) in their `application_name`
+(`dsn.pool_application`). Sessions behind a pooler do not have that name; the pooler's own timeouts must end them.
 """
 
 import time

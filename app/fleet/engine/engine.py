@@ -1,6 +1,6 @@
 """The engine of one instance: its actions, and the services that schedule, claim, execute and look after runs.
 
-Everything is wired here, and nowhere else. Notifications have the form `kind:rest`:
+Everything is wired here, and nowhere else. Notifications have the form `kind:rest`; those of the engine are:
 
     runs:…          runs wait in these queues (`runs/effects/notifications.py`)
     cancel:run      the cancellation of this running run was requested

@@ -1,31 +1,49 @@
 """The life of a run: every statement that inserts a run or changes its state is in this room.
 
-A run is a row of `runs` while it is pending or running, and a row of `finished_runs` afterwards.
+A run is a row of `runs` while it is pending or running. When it has succeeded, failed or been cancelled, it is a row of
+`finished_runs`, with the same id.
 
-    from        to          who                       guard                              file
-    -           pending     trigger, batch, REST      key not used before; with          insert.py
-                                                      overlap="skip", none is active
-    -           pending     scheduler                 unique key of the slot             insert.py
-    pending     running     dispatcher                instance live, action not          claim.py
-                                                      paused, limits allow it
-    pending     running     dispatcher                also: head of its ordering key,    claim_ordered.py
-                                                      unique index
-    running     finished    run writer, run.commit    token, `running`                   end.py
-    running     pending     run writer: retry, pause  token, `running`, no request to    requeue.py
-                                                      cancel
-    running     pending     reconciler: lost claim    token, `running`                   requeue.py
-    running     pending     rescuer: instance gone    instance declared gone             requeue.py
-    running     pending     rescuer: overdue          deadline passed, plus a slack      requeue.py
-    pending     cancelled   operator                  `pending`                          cancel.py
-    running     running     operator requests a       `running`; the end follows as      cancel.py
-                            cancellation              for the run writer
-    finished    pending     operator                  failed or cancelled; with          retry.py
-                                                      overlap="skip", none is active
-    finished    -           pruner                    retention is over                  prune.py
+    transition             statement                 sent by                  guard                     file
+    (new) → pending        INSERT…                   trigger, batch, REST     key is free; with         insert.py
+                                                                              overlap="skip", no run
+                                                                              is active
+    (new) → pending        INSERT_SLOTS              scheduler                slot has no run yet       insert.py
+    pending → running      CLAIM, CLAIM_FEW          dispatcher               instance is live,         claim.py
+                                                                              action not paused,
+                                                                              limits allow it
+    pending → running      CLAIM_ORDERED             dispatcher               also: first of its key,   claim_ordered.py
+                                                                              none of it is running
+    running → succeeded,   FINISH, FINISH_UNLOCKED   run writer               token, `running`          end.py
+      failed, cancelled
+    running → succeeded    COMPLETE                  `run.commit`             token, `running`          end.py
+    running → cancelled    END_CANCELLED             run writer, instead of   token, `running`,         end.py
+                                                     REQUEUE                  cancellation requested
+    running → pending      REQUEUE                   run writer: retry, pause token, `running`,         requeue.py
+                                                                              no cancellation
+                                                                              requested
+    running → pending      UNDO_CLAIM                reconciler: the claim's  token, `running`          requeue.py
+                                                     answer was lost
+    running → pending,     RESCUE_ORPHANED           rescuer: the instance is `running`, instance       requeue.py
+      failed, cancelled                              gone                     is gone
+    running → pending,     RESCUE_OVERDUE            rescuer: the deadline is `running`, deadline       requeue.py
+      failed, cancelled                              long over                and a slack passed
+    pending → cancelled    CANCEL_PENDING            operator                 `pending`                 cancel.py
+    running → running      CANCEL_RUNNING            operator: a request      `running`                 cancel.py
+    failed, cancelled      REVIVE, REVIVE_MANY       operator                 with overlap="skip", no   retry.py
+      → pending                                                               run is active
+    finished → (deleted)   PRUNE                     pruner                   retention is over         prune.py
 
 Each statement also does what belongs to the change: it draws the next number of the run's events, adds a row to the
 feed (`effects/feed.py`), stores the events of an attempt that is over (`effects/events.py`), and notifies the instances
 that runs are pending (`effects/notifications.py`).
 
-A claim increments the token. Writes with an older token match no row (`writes.py`, `effects/events.py`, `end.py`).
+Why a late writer cannot commit. Every write of an attempt requires its token *and* the state `running`. After a
+takeover at least one of them has changed: until the next claim the row is `pending`, with the same token; the next
+claim increments the token. `run.commit` sends COMPLETE in the transaction of the run's effects: if it matches no row,
+the transaction is rolled back, with the effects. If it matches, it holds the row's lock until the commit, and every
+statement that takes a run over skips locked rows. `run.guard` locks the row too (FOR KEY SHARE, `attempt_writes.py`).
+REQUEUE, which only the attempt itself causes, does not conflict with that lock; but the next claim does, and skips the
+row until the guarded transaction has ended.
+
+`effects/states.py` says what a new state would touch.
 """

@@ -1,11 +1,11 @@
 """How a run is claimed: pending becomes running, on one instance, with a token that only grows.
 
-One statement finds runs with `FOR UPDATE SKIP LOCKED` and claims them. At its commit three conditions hold:
+One statement finds runs with `FOR UPDATE SKIP LOCKED` and claims them, under three conditions:
 
-- The instance is live. Its row is locked FOR KEY SHARE; a transaction that declares it gone locks the row FOR UPDATE.
-  Either the claim commits first, and that transaction finds its runs; or the instance is gone, and the claim finds
-  nothing. So no run can be `running` on an instance that is gone without being found.
-- The action is not paused.
+- The instance is live at the commit. Its row is locked FOR KEY SHARE; a transaction that declares it gone locks the row
+  FOR UPDATE. Either the claim commits first, and that transaction finds its runs; or the instance is gone, and the
+  claim finds nothing. So no run can be `running` on an instance that is gone without being found.
+- The action was not paused when the statement began. A claim that is under way during a pause may still start runs.
 - The limits of the action (`concurrency`, `rate`) allow it. The transaction locks the action's row (LOCK_LIMITED), and
   then reads the limits in a second statement (ALLOWED), because a statement sees what was committed when it began.
   So claims of one limited action take turns. `concurrency` is exact. For `rate`: in any period, all instances together
@@ -17,7 +17,7 @@ way (`claim_ordered.py`).
 
 A claim carries at most MAX_WEIGHT bytes of payloads and checkpoints; the next claim takes the rest.
 
-Lock order: instance, actions by id, runs.
+Lock order: actions by id (only for limits), instance, runs.
 """
 
 from typing import Any, TypeAlias

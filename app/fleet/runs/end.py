@@ -77,11 +77,12 @@ def finish_unlocked_sql(condition: str = "true") -> str:
 
 GIVEN = "r.id = ANY (%(ids)s::int8[])"
 # Usually no other transaction has locked one of these rows. Locking each row first would take a tenth of the
-# statement's time. So FINISH does not; if it would have to wait, it fails, and FINISH_UNLOCKED is sent instead.
+# statement's time. So FINISH does not; if it has to wait for longer than LOCK_TIMEOUT_MS, it fails, and FINISH_UNLOCKED
+# is sent instead.
 FINISH = Statement(finish_sql(f"(SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true)) <> '' AND {GIVEN}"))
 FINISH_UNLOCKED = Statement(finish_unlocked_sql())
-# In the transaction of the run's effects, which is the caller's own. It waits for another transaction that the run
-# guards. RETURNING, because SQLAlchemy does not report how many rows a statement without it has changed.
+# In the transaction of the run's effects, which is the caller's own. It waits for another transaction that `run.guard`
+# has joined to the run. RETURNING, because SQLAlchemy does not report how many rows a statement without it has changed.
 COMPLETE = Statement(finish_sql(GIVEN) + "RETURNING id")
 # Instead of a requeue: a run that is to be cancelled would wait for its delay, and then end without being executed.
 END_CANCELLED = Statement(finish_unlocked_sql("r.cancel_requested_at IS NOT NULL") + "RETURNING id")

@@ -1,18 +1,21 @@
 """How a running run becomes pending again: retry, pause, a lost claim, the death of its instance, a missed deadline.
 
-Each statement also stores the events of the attempt that is over, adds a row to the feed, and (except PUT_BACK, whose
-caller knows the runs) notifies the instances. None waits for a locked row: a transaction that is guarded by the run
-holds its row until it ends, and nothing takes the run over before that.
+    statement          runs                             then                             if a cancellation is requested
+    REQUEUE            of a batch, with the attempt's   pending: after its delay (a      left out; the run writer sends
+                       token                            retry), or as before the claim   END_CANCELLED (`end.py`)
+                                                        (a pause)
+    UNDO_CLAIM         claimed by a statement whose     pending, as before the claim     pending; the next attempt is
+                       answer was lost                                                   cancelled as it begins
+    RESCUE_ORPHANED    of instances that are gone       pending; failed after            cancelled
+                                                        MAX_DEATHS deaths
+    RESCUE_OVERDUE     whose deadline is long over      pending after a delay, as if     cancelled
+                                                        the action had raised; failed
+                                                        without retries left
 
-    statement      runs                                            then
-    GIVE_BACK      of a batch, with the attempt's token            pending: after its delay (a retry), or as before
-                                                                   the claim (a pause)
-    PUT_BACK       claimed by a statement whose answer was lost    pending, as before the claim
-    TAKE_BACK      of instances that are gone                      pending; failed after MAX_DEATHS deaths
-    END_OVERDUE    whose deadline is long over                     pending after a delay, as if the action had raised;
-                                                                   failed if there are no retries left
-
-A run with a request to cancel it ends as `cancelled` instead of becoming pending.
+Each statement also stores the events of the attempt that is over, adds a row to the feed, and (except UNDO_CLAIM, whose
+caller knows the runs) notifies the instances. They skip locked rows: an attempt's guarded transaction (`run.guard`) has
+locked the row of its run, and the run is not rescued before that transaction ends. (UNDO_CLAIM waits for a locked row,
+but no attempt exists that could have locked it.)
 
 The token stays as it is; the next claim increments it. Until then late writes are refused because the run is not
 `running`.

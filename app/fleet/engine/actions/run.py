@@ -1,8 +1,9 @@
 """The handle of a run: what its action is given, and what it may do.
 
-Every write of a run carries the fencing token of the attempt that makes it. When another attempt takes the run over
-(the instance was declared gone, or the run exceeded its deadline), the run gets a higher token at its next claim. From
-then on every write of the old attempt raises `Fenced`, and PostgreSQL keeps nothing of it.
+Every write of a run carries the fencing token of the attempt that makes it, and requires that the run is running. When
+the run is taken over (its instance was declared gone, or it exceeded its deadline), it is pending, and its next claim
+increments the token. From the takeover on, PostgreSQL refuses every write of the old attempt, and the attempt gets
+`Fenced`: from the write itself, or, because `emit` only queues, from the next call.
 
     await run.checkpoint(value)      durable when it returns; the next attempt reads it as `run.last_checkpoint`
     await run.emit(kind, data)       adds an event; events keep their order. `run.progress` and `run.log` are events

@@ -1,1 +1,20 @@
-"""How runs reach an instance: the scheduler inserts the due ones, the dispatcher claims the pending ones."""
+"""How runs reach an instance: due slots become pending runs, and pending runs are claimed.
+
+    scheduler.py       inserts the runs of due slots
+    dispatcher.py      when this instance claims, and how many runs
+    backlog.py         which queues may have runs to claim, in which order
+    claimant.py        how many runs a claim takes from each queue; limits
+    ordered.py         ordered runs: the scan of ordering keys
+    server_clock.py    PostgreSQL's time on the event loop's clock
+
+What is claimed next: no instance decides for the others. Each claims for its own free slots, while it is not draining
+and its link holds, by these rules:
+
+    1  due queues: the highest priority first, then the queue in which a run waits longest (by the second), then random
+    2  in a priority, each queue has an equal share of the claim; what it leaves goes to the others, then to lower
+       priorities; ordered queues and the others take turns at being first
+    3  in a queue: by `run_at`, then by id, without rows that another session has locked
+    4  of an ordering key: only the unfinished run with the lowest id, if none of the key is running
+    5  an action with limits: under a lock of its row, as many as the limits allow
+    6  together at most 16 MiB of payloads and checkpoints
+"""

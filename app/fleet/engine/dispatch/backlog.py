@@ -5,12 +5,12 @@ whatever their priorities (`ordered.py`). The instance learns of queues from not
 from the reconciler, which reads the database every two seconds. If the backlog is wrong, a claim is late or finds
 nothing. Nothing else depends on it.
 
-Each queue has a floor: an instant before which no run of it waits. An index keeps the entries of claimed runs until
-vacuum removes them, and a single open snapshot anywhere in the database delays vacuum. A claim that began at the
-beginning of the index would pass all of these entries, so it begins at the floor. When a claim finds no more runs, the
-floor rises to the time of its statement. A notification about an earlier run lowers it. A run that was invisible at
-that moment (its transaction committed later, or another claim had locked it and then rolled back) is found by the
-reconciler.
+Each queue has a floor: the instant from which a claim reads it, because no earlier run of it is known. An index keeps
+the entries of claimed runs until vacuum removes them, and a single open snapshot anywhere in the database delays
+vacuum. A claim that began at the beginning of the index would pass all of these entries, so it begins at the floor.
+When a claim finds no more runs, the floor rises to the time of its statement. A notification about an earlier run
+lowers it. A run that was invisible at that moment (its transaction committed later, or another claim had locked it and
+then rolled back) is found by the reconciler.
 
 When very many queues become due at once, instances that all looked at all of them would mostly find runs that another
 instance has locked. So each instance takes its part of the queues, by the id of the action, and looks at the others

@@ -2,9 +2,9 @@
 
 `runs/claim.py` has the statements and their protocol, `backlog.py` the queues.
 
-The order is the same for all runs, limited or not, ordered or not: the highest priority first, and within a priority
-the queue in which a run waits longest. The queues of one priority have equal shares of a claim, so a flood of runs of
-one action does not starve the others. A lower priority gets what the queues of the higher ones leave.
+The rules are in `dispatch/__init__.py`. The queues of one priority have equal shares of a claim, so a flood of runs of
+one action does not starve the others. A lower priority gets what the queues of the higher ones leave. An action with
+limits has no other place in the order than one without.
 
     kind of queue                     statement                                          in one statement
     without limits, not ordered       CLAIM                                              one or more priorities

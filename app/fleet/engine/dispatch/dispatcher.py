@@ -1,15 +1,15 @@
-"""The dispatcher: claims runs for the free slots of this instance, and has the executor begin them.
+"""The dispatcher: decides when this instance claims runs for its free slots, and how many; the executor begins them.
 
 It waits until a queue of the backlog is due, or until something wakes it: a notification, a slot that has become free,
 the reconciler. It claims nothing while the instance drains, while its link does not hold, and while the scheduler has
 many slots to turn into runs.
 
-The first claim after a pause takes few runs, so that the instances share a handful of runs. Each claim that finds as
-many as it asked for asks for more the next time.
+The first claim after an idle time takes few runs, so that the instances share a handful of runs. Each claim that finds
+as many as it asked for asks for more the next time.
 
 A claim may be committed although its answer is lost. Claims take turns and are counted (`claims_begun`,
-`claims_ended`). So when a claim has ended, every run of it is known to the executor, or its answer is lost; the
-reconciler makes the latter pending again.
+`claims_ended`). So when a claim has ended, the executor knows its runs, or the claim's answer was lost; the reconciler
+finds such runs and makes them pending again.
 """
 
 import asyncio

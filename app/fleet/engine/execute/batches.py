@@ -5,7 +5,7 @@ A row was not changed for one of three reasons, and `Outcome` has a list for eac
     written    an earlier statement changed it, whose answer was lost: it carries our token, and a claim draws a token
                only once (`runs/end.py`, CONFIRM)
     locked     another transaction has locked it: a transaction that the run guards, or a user's own
-    fenced     the run was taken over: this attempt's token is out of date
+    fenced     the run was taken over: it is no longer running, or has a higher token
 """
 
 import asyncio
@@ -233,8 +233,8 @@ def worth_repeating(error: BaseException) -> bool:
 
 def fenced(attempt: Attempt) -> Fenced:
     return Fenced(
-        f"run {attempt.run_id} was taken over: the token {attempt.token} of this attempt is out of date, and nothing "
-        f"that it writes is kept"
+        f"run {attempt.run_id} was taken over from this attempt (token {attempt.token}): PostgreSQL keeps nothing that "
+        f"it writes"
     )
 
 

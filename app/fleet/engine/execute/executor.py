@@ -10,9 +10,9 @@ durable. The executor itself never waits for an action.
       that is no JSON
     exceeds its deadline                  as if it had raised; its task is cancelled first
     is cancelled on request               cancelled
-    ignores its cancellation for          the same, and the error says so. Its slot is free; whatever it still writes
-      `STUBBORN` seconds                  has an old token
-    writes with an old token, or its      nothing: another attempt has the run
+    ignores its cancellation for          the same, and the error says so. Its slot is free, and what it still writes is
+      `STUBBORN` seconds                  refused
+    writes after a takeover, or its       nothing: the run has another attempt, or will have one
       instance loses its identity
     is interrupted by a shutdown          pending again; this does not count as an attempt
 

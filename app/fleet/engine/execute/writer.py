@@ -11,12 +11,13 @@ A round takes an equal share of events from each run that has any. Runs that hav
 end, and only they. So a run that emits without end delays no other: it fills its own `MAX_UNWRITTEN_EVENTS`, and then
 waits in `emit`.
 
-No statement waits for a row that another transaction has locked. Writes for a locked row stay here, and are sent again
-after `LOCKED_RETRY`. So a transaction that stays open delays the run whose row it holds, and no other.
+No statement waits for longer than 10 ms for a row that another transaction has locked. Writes for a locked row stay
+here, and are sent again after `LOCKED_RETRY`. So a transaction that stays open delays the run whose row it holds, and
+no other.
 
-Every statement requires the attempt's token and the state `running`. If a row does not match, the run was taken over:
-the write is refused and counted, and the attempt is ended. When a connection breaks during a statement, it is
-unknown whether PostgreSQL executed it. So it is sent again, and `batches.py` distinguishes our own earlier write from a
+Every statement requires the attempt's token and the state `running`. After a takeover no row matches: the write is
+refused and counted, and the attempt is ended. When a connection breaks during a statement, it is unknown whether
+PostgreSQL executed it. So it is sent again, and `batches.py` distinguishes our own earlier write, a locked row and a
 takeover.
 
     failure                                   effect

@@ -8,9 +8,22 @@
                                 its own instance has not ended it: its event loop is
                                 blocked, or only its link is left
 
-The statements (`runs/requeue.py`) lock the rows FOR UPDATE and skip locked rows: a transaction that the run guards
-(`Run.guard`) holds its row until it ends, and nothing takes the run over before that. `sweep` finds the skipped runs
-later, and runs of instances that are gone.
+From SIGKILL to the next attempt:
+
+    1  the operating system closes the sockets, and PostgreSQL ends the link's session: the presence lock is free
+    2  the leader's check, several times a second, finds a live row whose lock is free, and waits `GRACE`
+       (`cluster/leader.py`). If the leader was killed, PostgreSQL first grants the leadership to the next instance
+    3  `Registry.declare_gone`: one transaction takes the presence lock, sets the row to `gone`, and calls the hooks of
+       the rooms above; `Rescue` makes the runs pending, with a notification (RESCUE_ORPHANED)
+    4  after the commit, the link of every instance receives `runs:…`, and the engine gives it to the backlog and wakes
+       the dispatcher (`Engine._runs_wait`)
+    5  an instance claims the run (CLAIM, with the next token), and its executor begins the attempt
+
+If the notification is lost, the reconciler finds the queue within two seconds.
+
+The statements (`runs/requeue.py`) lock the rows FOR UPDATE and skip locked rows: a guarded transaction (`run.guard`)
+has locked the row of its run, and the run is not rescued before that transaction ends. `sweep`, which the reconciler
+calls, finds the skipped runs later, and runs of instances that are gone.
 
 The death of an instance does not count against the retries of its runs. But a run that makes its process crash would
 crash one instance after the other, so a run fails after `MAX_DEATHS` deaths.

@@ -4,10 +4,19 @@ A statement that changes a run names the state that the run must have, and never
 that a later release adds is then refused by every statement that does not name it.
 
 Both conditions compare under the collation "C", which does not change equality, but keeps the planner from using a
-partial index (`WHERE state = 'running'`). Statements that find a row by its id use these conditions, and so read the
-primary key alone. Otherwise, while the table is empty, a walk through a partial index seems to cost nothing, and under
-a held snapshot that walk passes every entry that vacuum could not remove yet. Statements that search for runs in a
-state say `state = 'running'`, and use the index.
+partial index (`WHERE state = 'running'`). The statements of attempts and claims find rows by their ids; with these
+conditions they read the primary key alone. Otherwise, while the table is empty, a walk through a partial index seems to
+cost nothing, and under a held snapshot that walk passes every entry that vacuum could not remove yet. Statements that
+search for runs in a state say `state = 'running'`, and use the index.
+
+A new state touches:
+
+    here, `db/schema/runs.py`, a migration  `RunState`; `ACTIVE` if its row is in `runs`; the CHECK; an index for lists
+    `runs/`                                 a statement for each transition; the texts of `cancel_run` and `retry_run`;
+                                            `active_run` in `overlap.py`; the index that `read/pages.py` reads
+    `effects/events.py`                     READ builds the latest `running` event of running and ended runs only
+    `engine/actions/admin.py`               LIST: the newest run of an action
+    `cli/runs.py`, `cli/follow.py`          the texts for people
 """
 
 import enum

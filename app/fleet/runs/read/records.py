@@ -5,6 +5,7 @@ never in both or none.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -43,8 +44,9 @@ class RunRecord:
     finished_at: datetime | None
 
     def __post_init__(self) -> None:
-        # PostgreSQL returns a text.
-        object.__setattr__(self, "state", RunState(self.state))
+        # PostgreSQL returns a text. A newer release may have states that this one does not know.
+        with suppress(ValueError):
+            object.__setattr__(self, "state", RunState(self.state))
 
 
 ACTIVE_COLUMNS = """
