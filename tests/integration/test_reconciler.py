@@ -111,7 +111,12 @@ async def test_an_instance_reads_its_own_runs_and_not_those_of_others(address: s
             await here.trigger(*[Order("one")] * 40, *[Order("two")] * 10)
             assert len(await instance.claim()) == 50
         await here.sql("ANALYZE runs")
-        values = {"me": instances[1].identity.id, "actions": array(here.catalogue.ids), "slack": 8.0, "everyone": False}
+        values = {
+            "me": instances[1].identity.id,
+            "actions": array(here.catalogue.ids),
+            "slack": 8.0,
+            "all_instances": False,
+        }
         async with here.database.connection() as connection:
             # So few rows are read from end to end otherwise.
             await connection.execute("SET LOCAL enable_seqscan = off")
