@@ -10,7 +10,7 @@ from app.fleet import Run, action
 from app.fleet.errors import PayloadInvalid
 from app.fleet.http.edge.openapi import ProblemDetails
 from app.fleet.http.edge.problems import MAX_ERRORS, MAX_FIELD_LENGTH
-from tests.integration.test_actions_http import RUN, get, post, runs_there_are, send
+from tests.integration.test_actions_http import RUN, count_runs, get, post, send
 from tests.integration.test_edge import is_problem
 from tests.support.runs import LocalInstance, local_instance
 
@@ -50,7 +50,7 @@ async def test_a_thousand_wrong_fields_are_answered_with_the_first_of_them_and_t
         assert len(problem["errors"]) + problem.get("errors_left_out", 0) in {1, 1000}
         assert len(problem["errors"]) <= MAX_ERRORS
         assert len(answer.content) < 10_000
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
 async def test_of_more_wrong_values_than_anyone_reads_only_the_number_is_said(here: LocalInstance) -> None:
@@ -163,7 +163,7 @@ async def test_a_value_that_postgresql_cannot_keep_is_refused_with_its_field(
     assert fields(is_problem(await post(here, "/actions/noop/runs", order), "invalid")) == [field]
     batch = {"runs": [{"action": "noop", **order}]}
     assert fields(is_problem(await post(here, "/runs:batch", batch), "invalid")) == [f"runs.0.{field}"]
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
 async def test_nul_is_refused_in_the_name_of_a_lock_and_in_the_reason_of_a_release(here: LocalInstance) -> None:
@@ -180,7 +180,7 @@ async def test_nul_is_refused_in_the_name_of_a_lock_and_in_the_reason_of_a_relea
 async def test_a_payload_that_json_or_python_cannot_write_again_is_refused(here: LocalInstance, payload: str) -> None:
     problem: dict[str, Any] = is_problem(await send(here, f'{{"payload": {{"x": {payload}}}}}'.encode()), "invalid")
     assert fields(problem) in (["body"], ["payload"])
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
 @pytest.mark.parametrize("payload", ["1" * 4300, "[" * 150 + "]" * 150, '"a\\u0000b"', "1e-400", '"\\ud83d\\ude00"'])
