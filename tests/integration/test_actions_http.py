@@ -312,7 +312,7 @@ async def test_a_run_is_pending_until_its_run_at(here: LocalInstance) -> None:
     later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     waiting = (await post(here, "/actions/noop/runs", {"run_at": later}, 202)).json()
     await here.run("noop")
-    assert (await here.look(waiting["id"])).state == "pending"
+    assert (await here.read(waiting["id"])).state == "pending"
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ async def test_while_an_action_is_paused_triggers_are_accepted_and_wait(here: Lo
     reads = here.engine.reconciler.reads
     here.engine.reconciler.read_now()
     await soon(lambda: reconciler_has_read(here, reads + 2))
-    assert (await here.look(run["id"])).state == "pending"
+    assert (await here.read(run["id"])).state == "pending"
     assert (await post(here, "/actions/noop/resume", status=200)).json()["state"] == "active"
     assert (await here.ended(run["id"])).state == "succeeded"
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with local_instance(address) as own:
-        await own.led()
+        await own.wait_for_leader()
         yield own
 
 
@@ -143,7 +143,7 @@ async def test_an_overdue_run_with_a_locked_row_is_an_anomaly_until_the_lock_end
         return await found(here) == {}
 
     await soon(over)
-    assert "exceeded its deadline" in ((await here.look(run_id)).error or "")
+    assert "exceeded its deadline" in ((await here.read(run_id)).error or "")
 
 
 async def test_keys_pending_for_long_are_an_anomaly_until_the_run_is_cancelled(

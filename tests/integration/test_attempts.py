@@ -120,7 +120,7 @@ async def test_a_pending_run_with_a_cancellation_request_ends_cancelled_and_does
 async def test_a_run_that_fails_before_its_cancellation_arrives_ends_cancelled(here: LocalInstance) -> None:
     """Otherwise the run would be pending for the hour until its retry, and then end without another attempt."""
     await here.sql(EFFECTS)
-    with here.unwatched():
+    with here.without_comparison():
         run_id = await here.trigger("step", {"seconds": 0.5, "failures": 1, "after": 3600})
         await here.attempt(run_id)
         await here.sql("UPDATE runs SET cancel_requested_at = now() WHERE id = %s", run_id)
@@ -149,7 +149,7 @@ async def test_effects_are_rolled_back_if_the_completion_is_fenced(here: LocalIn
     run_id = await here.trigger("note", {"gate": str(gate)})
     # The attempt has emitted its event, and is about to commit.
     await soon(lambda: here.sql("SELECT 1 FROM run_events WHERE run_id = %s", run_id))
-    with here.unwatched():
+    with here.without_comparison():
         # As if another instance had claimed the run: the token has changed.
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s RETURNING 1", run_id)
         gate.touch()

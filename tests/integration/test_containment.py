@@ -84,7 +84,7 @@ async def test_the_table_refuses_a_run_at_beyond_the_python_calendar(here: Local
 async def test_a_fenced_write_through_the_handle_of_another_attempt_fails_the_run(here: LocalInstance) -> None:
     other = await here.handle(await here.trigger("nap", {"seconds": 60}))
     trial_faults.strangers[:] = [other]
-    with here.unwatched():
+    with here.without_comparison():
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s RETURNING 1", other.id)
         run = await here.run("meddle")
     assert (run.state, run.attempt) == ("failed", 1)
@@ -162,7 +162,7 @@ async def test_an_unreadable_value_is_replaced_in_responses_by_the_reason(here: 
     for path in ("/runs", f"/runs/{run.id}"):
         answer = await here.running.client.get(path)
         assert answer.status_code == 200, answer.text
-    assert (await here.look(run.id)).result == "(left out: it has an integer of more than 4300 digits)"
+    assert (await here.read(run.id)).result == "(left out: it has an integer of more than 4300 digits)"
 
 
 async def test_each_failed_attempt_is_one_log_line_and_each_cause_is_logged_with_one_traceback(

@@ -142,7 +142,7 @@ async def test_each_recipient_receives_the_mailing_once_with_its_own_key(
     office: LocalInstance, delivered: list[tuple[str, str]]
 ) -> None:
     await wait_until_sent(office, (await post(office)).headers["location"])
-    run = await office.look(await find_run(office))
+    run = await office.read(await find_run(office))
     assert (run.state, run.result) == ("succeeded", {"delivered": 5})
     assert run.progress == {"done": 1, "text": "5 of 5"}
     assert delivered == [(each, f"{run.id}-{number}") for number, each in enumerate(MAILING["recipients"])]
@@ -162,7 +162,7 @@ async def test_an_attempt_continues_after_the_last_recipient_in_the_checkpoint(
     monkeypatch.setattr(actions, "deliver", deliver_and_fail_once)
     mailing = await wait_until_sent(office, (await post(office)).headers["location"])
     assert mailing["delivered"] == 5
-    assert (await office.look(await find_run(office))).attempt == 2
+    assert (await office.read(await find_run(office))).attempt == 2
     assert [each for each, _ in delivered if "nobody" not in each] == MAILING["recipients"]
 
 

@@ -505,7 +505,7 @@ async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(h
         found: list[dict[str, Any]] = (await here.running.client.get("/health/instances")).json()["anomalies"]
         return found
 
-    await here.led()
+    await here.wait_for_leader()
     with pytest.raises(LockLost, match="an operator released it"):
         async with lock("x"):
             assert await anomalies() == []

@@ -192,7 +192,7 @@ async def test_the_former_attempt_is_stopped_when_its_own_instance_claims_the_ru
     run_id = await here.trigger("nap", {"seconds": 60})
     former = await here.attempt(run_id)
     # Only the new claim can detect the former attempt: the reconciler does not compare.
-    with here.unwatched():
+    with here.without_comparison():
         await here.sql("UPDATE runs SET state = 'pending' WHERE id = %s RETURNING 1", run_id)
         here.engine.reconciler.read_now()
         await ended_fenced(former)
@@ -224,7 +224,7 @@ async def test_runs_and_requests_succeed_with_a_pool_of_one_connection(address: 
 async def test_every_write_with_an_old_token_is_fenced_while_another_attempt_runs(here: LocalInstance) -> None:
     run_ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(4)]
     by_checkpoint, by_guard, by_commit, by_event = [await here.handle(each) for each in run_ids]
-    with here.unwatched():
+    with here.without_comparison():
         # As if a living instance had claimed each run again: the rows are running, with another token.
         await here.sql("UPDATE runs SET token = token + 1 RETURNING 1")
         with pytest.raises(Fenced):
@@ -522,7 +522,7 @@ async def test_an_instance_does_not_claim_while_its_claiming_is_paused(
     reads = here.engine.reconciler.reads
     here.engine.reconciler.read_now()
     await soon(lambda: reconciler_has_read(here, reads + 2))
-    assert (await here.look(run_id)).state == "pending"
+    assert (await here.read(run_id)).state == "pending"
     here.engine.dispatcher.pause_claiming(False)
     assert (await here.ended(run_id)).state == "succeeded"
 

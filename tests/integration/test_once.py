@@ -398,7 +398,7 @@ async def test_an_attempt_whose_run_was_taken_over_is_fenced_and_has_no_effect(
     await soon(lambda: here.sql("SELECT 1 FROM once_keys WHERE scope = 'sift' AND key = 'late'"))
     fenced = here.engine.executor.writer.fenced
     before = fenced["once"]
-    with here.unwatched():
+    with here.without_comparison():
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s", run_id)
         async with once("sift", "late") as ours:
             assert ours, "the key of the former attempt is free at once"

@@ -60,14 +60,14 @@ async def test_two_hundred_runs_of_five_keys_keep_their_order_through_failures(h
     for key in {order.ordering_key for order in orders}:
         expected = [run_id for run_id, order in zip(made, orders, strict=True) if order.ordering_key == key]
         assert ended[str(key)] == expected
-    assert {(await here.look(run_id)).state for run_id in plain} == {"succeeded"}
+    assert {(await here.read(run_id)).state for run_id in plain} == {"succeeded"}
 
 
 async def test_the_next_run_of_a_key_starts_when_its_head_has_failed(here: LocalInstance) -> None:
     failed = await here.trigger("give-up", ordering_key="a")
     next_ = await here.trigger("give-up", ordering_key="a")
     assert [(await here.ended(each)).state for each in (failed, next_)] == ["failed", "failed"]
-    first, second = [await here.look(each) for each in (failed, next_)]
+    first, second = [await here.read(each) for each in (failed, next_)]
     assert first.finished_at is not None
     assert second.started_at is not None
     assert second.started_at >= first.finished_at
@@ -78,7 +78,7 @@ async def test_the_next_run_of_a_key_starts_when_its_pending_head_is_cancelled(h
     next_ = await here.trigger("step", ordering_key="a")
     other = await here.run("step", ordering_key="b")
     assert other.state == "succeeded"
-    assert (await here.look(next_)).state == "pending"
+    assert (await here.read(next_)).state == "pending"
     (await here.running.client.post(f"/runs/{head}/cancel")).raise_for_status()
     assert (await here.ended(next_)).state == "succeeded"
 
@@ -114,7 +114,7 @@ async def test_a_head_is_retried_after_its_delay_and_the_next_run_starts_after_i
     next_ = await here.trigger("step", ordering_key="a")
     assert (await here.ended(next_)).state == "succeeded"
     assert (await completed_by_key(here))["a"] == [head, next_]
-    assert (await here.look(head)).attempt == 2
+    assert (await here.read(head)).attempt == 2
 
 
 async def test_the_next_run_starts_when_the_rescuer_has_failed_a_hanging_head(here: LocalInstance) -> None:
@@ -131,7 +131,7 @@ async def test_the_next_run_starts_when_the_rescuer_has_failed_a_hanging_head(he
     database = here.running.context.database
     async with database.autocommit() as connection:
         await sweep(connection, database.namespace)
-    assert (await here.look(head)).state == "failed"
+    assert (await here.read(head)).state == "failed"
     assert (await here.ended(next_)).state == "succeeded"
 
 
@@ -152,7 +152,7 @@ async def test_a_resumed_action_starts_its_ordered_runs_in_order(here: LocalInst
     (await client.post("/actions/step/pause")).raise_for_status()
     made = await here.trigger_all([Order("step", ordering_key=f"line-{number % 2}") for number in range(6)])
     await here.run("noop")
-    assert {(await here.look(each)).state for each in made} == {"pending"}
+    assert {(await here.read(each)).state for each in made} == {"pending"}
     (await client.post("/actions/step/resume")).raise_for_status()
     await soon(lambda: all_ended(here))
     assert await completed_by_key(here) == {"line-0": made[::2], "line-1": made[1::2]}
@@ -164,7 +164,7 @@ async def test_ordered_runs_of_a_limited_action_all_start_without_the_reconciler
     )
     await soon(lambda: all_ended(here))
     for number in range(5):
-        own = [await here.look(each) for each in made[number::5]]
+        own = [await here.read(each) for each in made[number::5]]
         for first, second in pairwise(own):
             assert first.finished_at is not None
             assert second.started_at is not None
@@ -237,7 +237,7 @@ async def test_failed_runs_of_a_key_are_retried_in_order(here: LocalInstance) ->
     answer = await client.post("/runs:retry", json={"action": "give-up"})
     assert answer.json() == {"retried": 5, "more": False}
     await soon(lambda: all_ended(here))
-    again = [await here.look(run_id) for run_id in made]
+    again = [await here.read(run_id) for run_id in made]
     for first, second in pairwise(again):
         assert first.finished_at is not None
         assert second.started_at is not None

@@ -66,7 +66,7 @@ async def test_a_run_that_ended_during_an_outage_is_not_rescued_as_overdue(
 ) -> None:
     address = own_postgres.new_migrated_database()
     async with local_instance(address) as owner, local_instance(address) as other:
-        await owner.led()
+        await owner.wait_for_leader()
         other.running.context.lifecycle.draining.set()
         attempt = await owner.attempt(await owner.trigger("nap", {"seconds": 0.5}))
         writer = owner.engine.executor.writer

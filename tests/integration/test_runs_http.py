@@ -344,9 +344,9 @@ async def test_a_retry_of_many_runs_retries_only_failed_runs_within_the_given_ti
     assert again == {"retried": 2, "more": True}
     again = (await post(here, "/runs:retry", {"action": "give-up", "since": 7200}, 200)).json()
     assert again == {"retried": 1, "more": False}
-    states = {run.id: (run.state, run.attempt) for run in [await here.look(each) for each in failed]}
+    states = {run.id: (run.state, run.attempt) for run in [await here.read(each) for each in failed]}
     assert states == dict.fromkeys(failed[1:], ("pending", 0)) | {failed[0]: ("failed", 1)}
-    assert [(await here.look(each)).state for each in (cancelled, other.id, good.id)] == [
+    assert [(await here.read(each)).state for each in (cancelled, other.id, good.id)] == [
         "cancelled",
         "failed",
         "succeeded",

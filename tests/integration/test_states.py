@@ -29,7 +29,7 @@ async def test_writes_of_an_attempt_are_fenced_if_its_run_has_an_unknown_state(a
         ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(6)]
         by_checkpoint, by_guard, by_commit, by_event = [await here.handle(each) for each in ids[:4]]
         by_end, by_retry = [await here.attempt(each) for each in ids[4:]]
-        with here.unwatched():
+        with here.without_comparison():
             await asyncio.to_thread(hold_all, address)
             with pytest.raises(Fenced):
                 await by_checkpoint.checkpoint({"late": True})
