@@ -136,13 +136,13 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
                 self.keys[key].state = "over"
 
         @rule()
-        def prune(self) -> None:
+        def forget(self) -> None:
             do(prune())
 
         # -- invariants -----------------------------------------------------------------------------------------------
 
         @invariant()
-        def the_table_says_what_the_model_says(self) -> None:
+        def the_table_agrees_with_the_model(self) -> None:
             rows = dict(do(here.sql("SELECT key, (state, token)::text FROM once_keys")))
             for name, key in self.keys.items():
                 row = rows.get(name)
