@@ -29,7 +29,7 @@ class AnchorStuck(FleetError):
 
 
 # Selects the tests that check code, and not only pages.
-CODE_CHECKS = "log or error or exists or machine or environment or anomaly or says_what_it_is_for"
+CODE_CHECKS = "log or error or exists or machine or environment or anomaly or docstring"
 
 
 @pytest.fixture
