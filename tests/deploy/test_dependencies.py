@@ -10,7 +10,7 @@ from tests.deploy.declared import ROOT
 
 
 def imported() -> set[str]:
-    """Return the top-level packages that `app/` imports, without its own and those of the standard library."""
+    """Return the top-level packages that `app/` imports, without `app` and the standard library."""
     found = set()
     for path in (ROOT / "app").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

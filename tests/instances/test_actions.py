@@ -49,7 +49,7 @@ def test_a_service_with_an_invalid_action_does_not_start_and_names_the_action(
 
 def test_a_run_that_blocks_its_instance_is_ended_by_another(fleet: Fleet) -> None:
     (blocked,) = fleet.start()
-    # From the command line: the blocked instance may not respond to a request of its own.
+    # From the command line, because the blocked instance may not respond to a request.
     order = ["trigger", "block", "--payload", '{"seconds": 120}', "--json"]
     made = run(*order, address=fleet.address, env={"FLOTILLA_ACTIONS": TRIAL})
     assert made.returncode == 0, made.stderr

@@ -1,4 +1,4 @@
-"""Limits and breakers of real instances, of which one is frozen or killed."""
+"""Limits and breakers of real instances, one of which is frozen or killed."""
 
 import time
 from collections.abc import Iterator, Sequence

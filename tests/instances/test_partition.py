@@ -120,7 +120,7 @@ def reachable_postgres() -> Iterator[Postgres]:
 
 
 class IsolatedInstance(InstanceProcess):
-    """An instance in a network namespace of its own."""
+    """An instance in its own network namespace."""
 
     def __init__(self, network: Network, postgres: Postgres, log: Path) -> None:
         self._network = network

@@ -1,4 +1,4 @@
-"""A clone with files of its own passes the checks of the template, whatever the conventions of these files are."""
+"""A clone with its own files passes the checks of the template, whatever the conventions of these files are."""
 
 import shutil
 import subprocess
@@ -34,7 +34,7 @@ CODE_CHECKS = "log or error or exists or machine or environment or anomaly or do
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A copy of this checkout, with an action, a package of routes, an error and a setting of its own."""
+    """A copy of this checkout, with an action, a package of routes, an error and a setting added."""
     made = tmp_path / "clone"
     ignored = (ROOT / ".gitignore").read_text().split()
     shutil.copytree(ROOT, made, ignore=shutil.ignore_patterns(".git", *(each.strip("/") for each in ignored)))

@@ -269,7 +269,7 @@ async def test_listing_the_actions_reads_only_the_last_run_of_each(here: LocalIn
     assert len(found) > 1000
     assert [each.last_run.id for each in found if each.last_run] == [30000]
     assert sequentially == 0
-    # One index probe for each action and state, most of which find no row, and one for the run itself.
+    # One index probe for each action and state (most find no row), and one for the run itself.
     assert by_index <= 4 * len(found)
 
 

@@ -44,7 +44,7 @@ async def there(address: str, here: LocalInstance) -> AsyncIterator[LocalInstanc
 
 
 def at(instance: LocalInstance, work: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
-    """Do something at this instance, in a task with a context of its own, which holds no locks."""
+    """Call a function on this instance, in a task with a new context, which holds no locks."""
 
     async def enter() -> Any:
         instance.engine.enter()

@@ -1,4 +1,4 @@
-"""Which runs the reconciler reads, and which it does not touch: those of a claim in progress, and ended ones."""
+"""Which runs the reconciler reads, and which it does not change: runs of a claim in progress, and ended runs."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The registry: names, presence locks, and declarations of which the statements of two sessions interleave."""
+"""The registry: names, presence locks, and declarations, with interleaved statements of two sessions."""
 
 import threading
 import time

@@ -74,7 +74,7 @@ class LocalInstance:
         return await soon(find, within=within)
 
     async def attempt(self, run_id: int) -> Attempt:
-        """Wait until the run is under way here, and return its attempt. Its row says so a moment earlier."""
+        """Wait until the run is under way here, and return its attempt. Its row is `running` a moment earlier."""
 
         async def find() -> Attempt | None:
             return self.engine.executor.attempts.get(run_id)
