@@ -3,7 +3,7 @@
     name         what is measured                                                              the bar
     throughput   no-op runs claimed, executed and durably completed by one process; also       ≥ 40,000/s
                  bare SQL and the peers
-    lines        the same with 1, 100 and 5,000 ordering keys, and with none; the last         ≥ 0.75
+    ordered      the same with 1, 100 and 5,000 ordering keys, and with none; the last         ≥ 0.75
                  quarter of one key's runs against its first
     insert       runs inserted by POST /runs:batch, and by `trigger_many` in code              ≥ 20,000/s, ≥ 80,000/s
     once         new keys processed, 1,000 at a time and one by one; seen keys looked up       ≥ 50,000/s
@@ -36,9 +36,9 @@ from benchmarks import (
     insert,
     latency,
     limits,
-    lines,
     locks,
     once,
+    ordered,
     outage,
     punctual,
     rescue,
@@ -53,7 +53,7 @@ from tests.support.fork_server import ForkServer
 
 ALL = {
     "throughput": throughput.run,
-    "lines": lines.run,
+    "ordered": ordered.run,
     "insert": insert.run,
     "once": once.run,
     "latency": latency.run,

@@ -4,7 +4,7 @@ On each instance, several callers ask for the next permit as soon as they have o
 number of callers, then two of them have hardly any. After a second to settle, the permits are counted by the time at
 which they were given, on the machine's clock, which all processes share; and so is each instance's share. `too many` is
 the excess in the worst interval: its permits beyond one, plus a thousand for each of its seconds. PostgreSQL counts the
-transactions; those of three idle instances are subtracted.
+transactions; the transactions of three idle instances are subtracted.
 """
 
 import time

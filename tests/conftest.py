@@ -1,9 +1,9 @@
-"""Fixtures everyone uses: one PostgreSQL 18 for each worker, a database of its own for each test, and a fleet.
+"""Fixtures for all tests: one PostgreSQL 18 for each worker, a new database for each test, and a fleet.
 
-A run of pytest has a folder of its own for everything that it writes, so that several runs at once do not meet, and
-nothing of it is left when it has ended, however it ended (`tests/support/reaper.py`). If a test has failed, the folder
-stays. The folder is in memory where there is room: a new database is some three hundred files, which take a file system
-on a disk three times as long.
+Each run of pytest writes all its files into its own folder, so that concurrent runs do not disturb each other. The
+folder is removed when the run has ended, however it ended (`tests/support/reaper.py`), but stays if a test has failed.
+It is in memory if there is room: a new database has about three hundred files, which take three times as long on a
+disk.
 """
 
 import contextlib
@@ -28,36 +28,36 @@ FOLDER = pytest.StashKey[Path]()
 REAPER = pytest.StashKey[Reaper]()
 
 
-# A file system in memory, and what a run needs of it at the most, with much to spare.
-MEMORY = Path("/dev/shm")  # noqa: S108 — a folder of our own is made in it
-NEEDED = 6 << 30
+# A file system in memory, and the space that a run needs at most, with a large reserve.
+MEMORY = Path("/dev/shm")  # noqa: S108 — a new folder is created in it
+MIN_FREE = 6 << 30
 
 
 def memory() -> Path | None:
-    """The file system in memory, if a run can use it; None if it cannot, or the user names a folder."""
+    """Return the file system in memory if a run can use it; None if it cannot, or if the user has set a folder."""
     if "TMPDIR" in os.environ or not MEMORY.is_dir():
         return None
-    about = os.statvfs(MEMORY)
-    roomy = about.f_bavail * about.f_frsize >= NEEDED
-    return MEMORY if roomy and not about.f_flag & os.ST_NOEXEC else None
+    usage = os.statvfs(MEMORY)
+    has_room = usage.f_bavail * usage.f_frsize >= MIN_FREE
+    return MEMORY if has_room and not usage.f_flag & os.ST_NOEXEC else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run its folder, and each of its processes a reaper."""
-    # In a shell's background, a command ignores Ctrl-C, and so would each process that a test starts and interrupts.
+    """Create the folder of the run, and a reaper for each of its processes."""
+    # A command in the background of a shell ignores Ctrl-C, and its child processes, which tests interrupt, would too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         reaper = Reaper()
     else:
         folder = Path(tempfile.mkdtemp(prefix="flotilla-tests-", dir=memory()))
-        # PostgreSQL, which does not run as root, must come through.
+        # PostgreSQL does not run as root, and must be able to enter the folder.
         folder.chmod(0o711)
         os.environ["TMPDIR"] = os.environ[PREPARED] = tempfile.tempdir = str(folder)
         config.option.basetemp = config.option.basetemp or folder / "tmp"
         config.stash[FOLDER] = folder
         reaper = Reaper(folder)
-    # Some hundred processes import the same modules: what Python has compiled is kept, also where it usually is not.
+    # Hundreds of processes import the same modules, so compiled modules are kept even if the environment disables that.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[REAPER] = reaper
     config.add_cleanup(reaper.close)
@@ -69,7 +69,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long begins first: nothing of it is left when all else is done."""
+    """Start the long tests first, so that no worker is left with one at the end."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -80,11 +80,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     if exitstatus == pytest.ExitCode.TESTS_FAILED:
-        terminalreporter.write_line(f"What the failed tests have written is in {config.stash[FOLDER]}")
+        terminalreporter.write_line(f"The files of the failed tests are in {config.stash[FOLDER]}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a module that names `POSTGRES_VERSIONS` on each of them."""
+    """Run a module with a constant `POSTGRES_VERSIONS` on each of these versions."""
     versions = getattr(metafunc.module, "POSTGRES_VERSIONS", None)
     if versions and "postgres" in metafunc.fixturenames:
         metafunc.parametrize("postgres", versions, indirect=True, scope="session")
@@ -92,7 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment() -> Iterator[None]:
-    """Settings come from the test alone: not from a shell, and not from a `.env` in the checkout."""
+    """Remove settings that come from the shell or from a `.env` in the checkout."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("FLOTILLA_", "DATABASE_")):
@@ -107,7 +107,7 @@ def clean_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> Iterator[None]:
-    """Start instances of the tests from a fork server, where it can launch them."""
+    """Start the instances of tests from a fork server, if it can launch them."""
     fleets.fork_server = ForkServer()
     yield
     fleets.fork_server.close()
@@ -121,27 +121,27 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Callable[[int], Postgres]]:
-    """Servers that stay up for the whole run, one of each version that is asked for."""
+    """Return a function that returns the server of a version, which stays up for the whole run."""
     with contextlib.ExitStack() as stack:
         yield cache(lambda version: stack.enter_context(server(version)))
 
 
 @pytest.fixture(scope="session")
 def postgres(request: pytest.FixtureRequest, servers: Callable[[int], Postgres]) -> Postgres:
-    """A server that others use too: 18, or the version a module asks for. A test that stops one takes its own."""
+    """A server that tests share: version 18, or one of `POSTGRES_VERSIONS`. To stop a server, use `own_postgres`."""
     return servers(getattr(request, "param", 18))
 
 
 @pytest.fixture
 def own_postgres() -> Iterator[Postgres]:
-    """A server this test may do anything to."""
+    """A server for this test alone, which it may stop or break."""
     with server() as running:
         yield running
 
 
 @pytest.fixture
 def address(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[str]:
-    """A database nobody else uses. Its tables are there, unless the test is marked `empty_database`."""
+    """A database for this test alone. It is migrated, unless the test is marked `empty_database`."""
     empty = request.node.get_closest_marker("empty_database") is not None
     own = postgres.new_database() if empty else postgres.new_migrated_database()
     yield own

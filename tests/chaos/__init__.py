@@ -1,1 +1,1 @@
-"""The long runs: a nemesis at work against instances, and a judge who goes by what they left behind."""
+"""Long runs with faults: a nemesis injects faults into instances, and a judge checks the effects in the database."""

@@ -1,10 +1,9 @@
 """`python -m tests.chaos [exclusion|attrition] …`: the long runs, as `make chaos`.
 
 exclusion [--rounds N] [--seed N] [--without-guard]
-    Ends with 0 if the effects say what they should: with the guard, that nothing came late; without it, that
-    something did.
+    Exits with 0 if, with the guard, no effect was committed late, or if, without the guard, at least one was.
 attrition [--seconds N] [--rate N]
-    Ends with 0 if nothing was lost or doubled, no connection is missing, and each phase kept up.
+    Exits with 0 if no effect was lost or doubled, no connection is missing, and each phase kept up its rate.
 """
 
 import argparse
@@ -25,8 +24,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Long runs with faults.")
     parser.add_argument("program", nargs="?", choices=["exclusion", "attrition"], default="exclusion")
     parser.add_argument("--rounds", type=int, default=10_000, help="exclusion: how often the lock is taken")
-    parser.add_argument("--seed", type=int, default=20, help="exclusion: of what the nemesis does")
-    parser.add_argument("--without-guard", action="store_true", help="exclusion: show that effects come late then")
+    parser.add_argument("--seed", type=int, default=20, help="exclusion: seed of the random faults")
+    parser.add_argument(
+        "--without-guard", action="store_true", help="exclusion: show that effects are committed late without the guard"
+    )
     parser.add_argument("--seconds", type=float, default=180, help="attrition: how long each phase lasts")
     parser.add_argument("--rate", type=int, default=600, help="attrition: runs a second")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Attrition: two instances that nobody replaces work through everything that breaks connections, and must not wear out.
+"""Attrition: two instances that are not replaced execute runs while connections break, and must not wear out.
 
 Runs are triggered at a steady rate, and each writes a row: every other one in the transaction that completes it
 (`run.commit`), the rest in a guarded session of their own. One phase after the other:
@@ -10,10 +10,10 @@ Runs are triggered at a steady rate, and each writes a row: every other one in t
     idle         one run in 300 leaves its transaction idle until PostgreSQL ends the session
     cancelled    one run in ten is cancelled at a random moment of its transaction
 
-The verdict is read from rows. Each run that was acknowledged has succeeded; of those with `run.commit` there is exactly
-one row each, of the others at least one. A phase keeps up if its rate, outside of the outages themselves, is at least
-`KEEPS_UP` of the calm one, and if the first row after each outage comes within `BACK` seconds. At the end no connection
-is out of a pool, and both processes are the ones that were started.
+The verdict is computed from rows. Each acknowledged run has succeeded; each run with `run.commit` has exactly one row,
+each other run at least one. A phase keeps up if its rate, outside of the outages themselves, is at least `KEEPS_UP` of
+the calm one, and if the first row after each outage comes within `BACK_WITHIN` seconds. At the end all connections are
+back in their pools, and both original processes are still running.
 """
 
 import threading
@@ -37,13 +37,13 @@ INSTANCES = 2
 CRASHES = 5
 TERMINATE_EVERY = 2.0
 KEEPS_UP = 0.9
-BACK = 2.0
+BACK_WITHIN = 2.0
 # How often runs are triggered, all of one interval in one request.
 BEAT = 0.1
-# More than anything here may take, on a machine that is busy.
-STUCK = 120.0
-# One run in so many has the trouble of its phase. An idle one holds a session for more than a second, and an instance
-# lends five: more of them would measure that, and not whether they come back.
+# Longer than any step takes, also on a busy machine.
+MAX_WAIT = 120.0
+# One run in this many has the trouble of its phase. An idle run holds a session for more than a second, and an instance
+# lends five sessions: more idle runs would measure this limit, and not whether the connections come back.
 TROUBLED = {"idle": 300, "cancelled": 10}
 SETTINGS = {"FLOTILLA_STATEMENT_TIMEOUT": "1", "FLOTILLA_POOL_MAX": "10", "FLOTILLA_CONCURRENCY": "100"}
 
@@ -65,7 +65,7 @@ class Phase:
     name: str
     began: float = 0.0
     ended: float = 0.0
-    # When the database went away or broke its connections, and when it was there again; the machine's clock is its own.
+    # When the database stopped or broke its connections, and when it was back, on the clock of this machine.
     outages: list[tuple[float, float]] = field(default_factory=list)
     rate: float = 0.0
     back: list[float] = field(default_factory=list)
@@ -84,14 +84,16 @@ class Verdict:
 
     @property
     def correct(self) -> bool:
-        """What holds on any machine, however busy."""
+        """The conditions that hold on any machine, also on a busy one."""
         succeeded = self.ends == {"succeeded": self.triggered}
         return succeeded and self.missing == self.doubled == 0 and not self.connections_out and self.same_processes
 
     @property
     def keeps_up(self) -> bool:
         calm = self.phases[0].rate
-        return all(phase.rate >= KEEPS_UP * calm and max(phase.back, default=0.0) <= BACK for phase in self.phases)
+        return all(
+            phase.rate >= KEEPS_UP * calm and max(phase.back, default=0.0) <= BACK_WITHIN for phase in self.phases
+        )
 
     def __str__(self) -> str:
         calm = self.phases[0].rate
@@ -108,7 +110,7 @@ class Verdict:
 
 
 class Producer:
-    """Triggers runs at a steady rate until it is stopped. What was not acknowledged is sent again, same keys."""
+    """Triggers runs at a steady rate until it is stopped. Unacknowledged runs are sent again with the same keys."""
 
     def __init__(self, instances: Sequence[InstanceProcess], rate: int) -> None:
         self.phase = "calm"
@@ -137,7 +139,7 @@ class Producer:
             with httpx.Client(timeout=10, verify=NO_TRUST) as client:
                 while not self._stopping.wait(BEAT):
                     due = int((time.monotonic() - began) * self._rate) - sent
-                    # An outage is not made up for at once, as no client of a service would.
+                    # After an outage, the missed runs are not all sent at once.
                     orders = [self._order(next(numbers)) for _ in range(min(due, self._rate))]
                     sent += due
                     if orders:
@@ -147,7 +149,7 @@ class Producer:
             raise
 
     def _order(self, number: int) -> dict[str, Any]:
-        # In pairs, so that both kinds have it.
+        # In pairs, so that runs of both kinds have the trouble.
         trouble = self.phase if (every := TROUBLED.get(self.phase)) and number // 2 % every == 0 else None
         return {"action": "wear", "key": f"wear-{number}", "payload": {"commit": number % 2 == 0, "trouble": trouble}}
 
@@ -162,7 +164,7 @@ class Producer:
                 if answer.status_code == 202:
                     break
                 assert answer.status_code >= 500, answer.text
-            # Sooner than `Retry-After` says: what is measured is how soon the service is back.
+            # Sooner than `Retry-After` says, because the time until the service is back is measured.
             time.sleep(BEAT)
         for order, run in zip(orders, answer.json()["runs"], strict=True):
             self.acknowledged[run["id"]] = order["payload"]["commit"]
@@ -171,7 +173,7 @@ class Producer:
 def wear(
     postgres: Postgres, folder: Path, *, seconds: float, rate: int, settings: dict[str, str] | None = None
 ) -> Verdict:
-    """Go through all phases, of so many seconds each, and judge."""
+    """Run all phases, each for this many seconds, and return the verdict."""
     address = postgres.address_of()
     given = {**SETTINGS, **(settings or {})}
     with psycopg.connect(address, autocommit=True) as session:
@@ -186,8 +188,8 @@ def wear(
                 work(postgres, phase, phase.began + seconds)
                 phase.ended = time.time()
                 phases.append(phase)
-        until_all_have_ended(address)
-        out = [not eventually_none_is_out(instance) for instance in instances]
+        wait_until_all_have_ended(address)
+        out = [not all_connections_come_back(instance) for instance in instances]
         lived = all(instance.process.poll() is None for instance in instances)
         with psycopg.connect(address) as session:
             return judge(session, phases, producer.acknowledged, {**given, "rate": str(rate)}, any(out), lived)
@@ -233,22 +235,22 @@ PHASES: dict[str, Callable[[Postgres, Phase, float], None]] = {
 # -- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def until_all_have_ended(address: str) -> None:
+def wait_until_all_have_ended(address: str) -> None:
     def none_is_left() -> bool:
         with psycopg.connect(address) as session:
             return session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,)
 
-    eventually(none_is_left, within=STUCK)
+    eventually(none_is_left, within=MAX_WAIT)
 
 
-def eventually_none_is_out(instance: InstanceProcess) -> bool:
-    """Whether all connections but those that the engine keeps come back, when there is nothing to do."""
+def all_connections_come_back(instance: InstanceProcess) -> bool:
+    """Whether all connections return to the pool when there is no work, except those that the engine keeps."""
 
-    def none_is_out() -> bool:
+    def all_are_back() -> bool:
         return "\nflotilla_pool_oldest_out_seconds 0.0\n" in instance.client.get("/metrics").text
 
     try:
-        return eventually(none_is_out)
+        return eventually(all_are_back)
     except AssertionError:
         return False
 
@@ -281,7 +283,7 @@ def judge(
 
 
 def rate_of(phase: Phase, times: Sequence[float]) -> float:
-    """Rows a second, outside of the outages."""
+    """Return the rows per second, without the time of the outages."""
     away = sum(up - down for down, up in phase.outages)
     inside = sum(
         phase.began <= at < phase.ended and not any(down <= at < up for down, up in phase.outages) for at in times
@@ -291,6 +293,6 @@ def rate_of(phase: Phase, times: Sequence[float]) -> float:
 
 def back_after(phase: Phase, times: Sequence[float]) -> Iterator[float]:
     for _, up in phase.outages:
-        # Not what was committed while the backends were being terminated.
+        # Rows committed while the backends were being terminated do not count.
         after = next((at for at in times if at > up), None)
         yield after - up if after is not None else float("inf")

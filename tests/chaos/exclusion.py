@@ -1,12 +1,11 @@
-"""Mutual exclusion of effects: some strike under one lock, a nemesis does its worst, and the effects decide.
+"""Mutual exclusion of effects: runs write under one lock while a nemesis injects faults, and the effects are judged.
 
 Six runs at a time take the lock again and again, on three instances, and leave an effect each time, guarded by its
 token. Meanwhile instances are killed and replaced, frozen and thawed, links are cut, and the database crashes. The
 verdict is read from the table of effects alone: in the order in which they were committed (`track_commit_timestamp`),
-their tokens only ever grow. That an effect is there at all, once for each time that the lock was held, says that the
-lock goes on.
+their tokens only grow. One effect for each time that the lock was held shows that the lock continues to be granted.
 
-Taken out, the guard leaves a hole that the nemesis finds: a holder that was frozen commits late.
+Without the guard, the nemesis finds a violation: a holder that was frozen commits late.
 """
 
 import os
@@ -28,19 +27,19 @@ from tests.support.trial_actions import EFFECTS
 
 CONFIGURATION = "track_commit_timestamp = on\nfsync = on\n"
 INSTANCES = 3
-# Each run strikes so often and no more: a run that was at work when twenty instances died has failed.
+# Each run strikes only this often, because a run fails after twenty instances have died while they executed it.
 TIMES = 60
-# Longer than a lock's `ttl`, and some longer than a lease too: who was frozen may or may not be declared gone.
+# Longer than the `ttl` of a lock, and sometimes longer than a lease: a frozen instance may or may not be declared gone.
 FREEZE = (3.5, 7.0)
 # How long a striker holds the lock before the guard.
 DWELL = 0.005
-# More than anything here may take, on a machine that is busy.
-STUCK = 120.0
+# Longer than any step takes, also on a busy machine.
+MAX_WAIT = 120.0
 
 HOLDER = "SELECT pid FROM flotilla.service_locks WHERE instance_id IS NOT NULL AND pid = ANY (%s)"
 
-# What is worth knowing when nothing goes on.
-STANDING: tuple[LiteralString, ...] = (
+# What to print if there is no progress.
+DIAGNOSTICS: tuple[LiteralString, ...] = (
     "SELECT id, state, deaths, error FROM flotilla.runs WHERE state = 'running'",
     "SELECT state, count(*), max(error) FROM flotilla.finished_runs GROUP BY state",
     "SELECT * FROM flotilla.service_locks",
@@ -58,10 +57,10 @@ ORDER BY pg_xact_commit_timestamp(xmin), n
 
 @dataclass
 class Verdict:
-    """What the effects say."""
+    """The result, computed from the effects."""
 
     effects: int
-    # Effects that were committed after one with a later token, and those whose token had one before.
+    # Effects that were committed after an effect with a higher token, and effects with a token that another effect has.
     late: int
     twice: int
     ends: Counter[str]
@@ -82,7 +81,7 @@ class Verdict:
 
 @dataclass
 class Nemesis:
-    """What happens to instances and to their database, at the moments it is told to act."""
+    """Injects faults into instances and their database; each call of `act` injects one."""
 
     postgres: Postgres
     fleet: Fleet
@@ -92,7 +91,7 @@ class Nemesis:
 
     @property
     def kinds(self) -> dict[Callable[[], None], int]:
-        """What it may do, and how often beside the others."""
+        """The kinds of faults, with their relative frequencies."""
         return {self.kill: 3, self.freeze: 4, self.cut: 2, self.crash: 1}
 
     @property
@@ -100,7 +99,7 @@ class Nemesis:
         return len(self.acts) == len(self.kinds)
 
     def act(self) -> None:
-        """Do something: each of them once, and then some more often than others."""
+        """Inject a fault: first each kind once, then kinds at random with these frequencies."""
         kinds = self.kinds
         new = [kind for kind in kinds if kind.__name__ not in self.acts]
         (kind,) = self.chance.choices(new or list(kinds), [kinds[each] for each in new] or list(kinds.values()))
@@ -119,7 +118,7 @@ class Nemesis:
         victim.thaw()
 
     def signal_holder(self, number: int) -> InstanceProcess:
-        """Hit whoever holds the lock; by then it may just have passed it on."""
+        """Send a signal to the instance that holds the lock, which may have released it in the meantime."""
         by_pid = {instance.pid: instance for instance in self.instances}
         with psycopg.connect(self.postgres.address_of(), autocommit=True) as session:
             row = None
@@ -140,11 +139,9 @@ class Nemesis:
 
 
 def strike(postgres: Postgres, folder: Path, *, rounds: int, calm: int, seed: int, guarded: bool = True) -> Verdict:
-    """Have the lock taken so often, and judge; with an act of the nemesis for each `calm` effects.
+    """Let runs take the lock this often, with a fault after each `calm` effects, and return the verdict.
 
-    It goes on until each kind of act has been there.
-
-    The server must have `CONFIGURATION`.
+    It continues until there was a fault of each kind. The server must have `CONFIGURATION`.
     """
     address = postgres.address_of()
     chance = random.Random(seed)
@@ -157,33 +154,33 @@ def strike(postgres: Postgres, folder: Path, *, rounds: int, calm: int, seed: in
         strikers: list[int] = []
         seen = 0
         while seen < rounds - calm or not nemesis.has_done_all:
-            # Who strikes on while somebody is frozen may be done before everything has happened.
+            # The runs on the other instances continue while one is frozen, and may end before all faults have happened.
             missing = max(rounds, seen + 2 * calm) - len(strikers) * TIMES
             if missing > 0:
                 strikers += nemesis.instances[-1].wait_ready().trigger_all([strike] * -(-missing // TIMES))
-            seen = until(address, seen + calm)
+            seen = wait_for_effects(address, seen + calm)
             nemesis.act()
         last = nemesis.instances[-1].wait_ready()
-        ends = Counter(last.ended(run_id, within=STUCK)["state"] for run_id in strikers)
+        ends = Counter(last.ended(run_id, within=MAX_WAIT)["state"] for run_id in strikers)
     seconds = time.monotonic() - began
     with psycopg.connect(address) as session:
         return judge(session, ends, nemesis.acts, seconds)
 
 
-def until(address: str, count: int) -> int:
-    """Wait until there are so many effects, and say how many."""
+def wait_for_effects(address: str, count: int) -> int:
+    """Wait until there are at least this many effects, and return their number."""
 
-    def look() -> int | None:
+    def count_effects() -> int | None:
         with psycopg.connect(address) as session:
             row = session.execute("SELECT count(*) FROM public.effects WHERE note = 'struck'").fetchone()
         assert row is not None
         return int(row[0]) if row[0] >= count else None
 
     try:
-        return eventually(look, within=STUCK)
+        return eventually(count_effects, within=MAX_WAIT)
     except AssertionError as stuck:
         with psycopg.connect(address) as session:
-            for what in STANDING:
+            for what in DIAGNOSTICS:
                 stuck.add_note(f"{what}: {session.execute(what).fetchall()}")
         raise
 

@@ -1,4 +1,4 @@
-"""What the files of a deployment declare, read the way the platforms read them."""
+"""Read the files of a deployment as the platforms do."""
 
 import shlex
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from app.fleet.api_keys import make_key
 from app.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-# Secrets are in no file. These are of the form that docs/guides/deploy.md asks for.
+# Secrets are in no file. These have the form that docs/guides/deploy.md requires.
 ADDRESS = "postgresql://flotilla_run:secret@database.example:5432/flotilla"
 API_KEYS = make_key("test", "admin")[1]
 
@@ -23,12 +23,12 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def last(keyword: str) -> str:
-    """The instruction that counts: the last one of its kind."""
+    """Return the last instruction of its kind, which is the one that applies."""
     return [rest for each, rest in instructions() if each == keyword][-1]
 
 
 def settings_under(environment: Mapping[str, str]) -> Settings:
-    """The settings of a container that is given this, on top of what the image sets. Raises what it would refuse."""
+    """Return the settings of a container with this environment, added to that of the image. Invalid settings raise."""
     image = dict(each.split("=", 1) for each in shlex.split(last("ENV")))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**image, **environment}.items():

@@ -1,4 +1,4 @@
-"""docker-compose.yml starts for someone who cloned the repository an hour ago, and stops without losing a request."""
+"""docker-compose.yml starts in a new clone without preparation, and stops without losing a request."""
 
 import re
 import subprocess
@@ -36,7 +36,7 @@ def haproxy(compose: dict[str, Any]) -> str:
 
 
 def environment(service: Service, **given: str) -> dict[str, str]:
-    """The environment of a container, with these variables set where `docker compose up` is called, and no others."""
+    """Return the environment of a container if only these variables are set where `docker compose up` is called."""
     return {name: filled(str(value), given) for name, value in service["environment"].items()}
 
 
@@ -65,27 +65,25 @@ def test_three_instances_run_the_image_that_the_migration_builds(services: dict[
     running = [name for name, each in services.items() if each["image"] == migration["image"] and name != "migrate"]
     assert running == INSTANCES
     assert migration["build"] == "."
-    # An image that is built here cannot be pulled from anywhere.
+    # An image that is built locally cannot be pulled.
     assert {services[name]["pull_policy"] for name in (*INSTANCES, "migrate")} == {"never"}
 
 
 @pytest.mark.parametrize("name", [*INSTANCES, "migrate"])
-def test_it_starts_without_any_preparation(services: dict[str, Service], name: str) -> None:
+def test_a_container_starts_without_any_preparation(services: dict[str, Service], name: str) -> None:
     settings = settings_under(environment(services[name]))
     assert settings.environment == "development"
     assert not settings.embedded
 
 
 @pytest.mark.parametrize("name", [*INSTANCES, "migrate"])
-def test_its_containers_read_a_file_of_their_own_and_not_the_one_of_make_up(
-    services: dict[str, Service], name: str
-) -> None:
+def test_containers_read_compose_env_and_not_the_env_file_of_make_up(services: dict[str, Service], name: str) -> None:
     assert services[name]["env_file"] == [{"path": "compose.env", "required": False}]
     assert "compose.env" in (ROOT / ".gitignore").read_text().split()
 
 
 @pytest.mark.parametrize("name", [*INSTANCES, "migrate"])
-def test_it_starts_in_production_when_it_is_given_keys(services: dict[str, Service], name: str) -> None:
+def test_a_container_starts_in_production_with_api_keys(services: dict[str, Service], name: str) -> None:
     given = {"FLOTILLA_ENVIRONMENT": "production", "FLOTILLA_API_KEYS": API_KEYS, "POSTGRES_PASSWORD": "secret"}
     settings = settings_under(environment(services[name], **given))
     assert settings.production
@@ -94,7 +92,7 @@ def test_it_starts_in_production_when_it_is_given_keys(services: dict[str, Servi
     assert filled(services["postgres"]["environment"]["POSTGRES_PASSWORD"], given) == "secret"
 
 
-def test_each_instance_has_a_name_of_its_own(services: dict[str, Service]) -> None:
+def test_each_instance_has_its_own_name(services: dict[str, Service]) -> None:
     assert [settings_under(environment(services[name])).instance_name for name in INSTANCES] == INSTANCES
 
 
@@ -112,7 +110,7 @@ def test_docker_waits_as_long_as_the_ordered_shutdown_may_take(services: dict[st
         assert seconds(services[name]["stop_grace_period"]) >= grace
 
 
-def test_haproxy_asks_every_instance_whether_it_is_ready(haproxy: str) -> None:
+def test_haproxy_checks_the_readiness_of_every_instance(haproxy: str) -> None:
     assert "option httpchk GET /health/ready" in haproxy
     assert "http-check expect status 200" in haproxy
     port = last("EXPOSE")
@@ -121,7 +119,7 @@ def test_haproxy_asks_every_instance_whether_it_is_ready(haproxy: str) -> None:
     ]
 
 
-def test_haproxy_notices_while_the_listener_is_still_open(haproxy: str, services: dict[str, Service]) -> None:
+def test_haproxy_notices_a_drain_while_the_listener_is_still_open(haproxy: str, services: dict[str, Service]) -> None:
     noticed = seconds(of_checks(haproxy, "inter")) * int(of_checks(haproxy, "fall"))
     for name in INSTANCES:
         assert noticed <= settings_under(environment(services[name])).drain_delay_seconds
@@ -136,7 +134,7 @@ def test_haproxy_accepts_its_configuration(haproxy: str, tmp_path: Path) -> None
     assert "[WARNING]" not in done.stderr
 
 
-def test_only_haproxy_is_published_and_only_on_this_machine(services: dict[str, Service]) -> None:
+def test_only_the_port_of_haproxy_is_published_and_only_on_this_machine(services: dict[str, Service]) -> None:
     published = {
         name: [filled(port, {}) for port in each["ports"]] for name, each in services.items() if "ports" in each
     }
@@ -144,12 +142,12 @@ def test_only_haproxy_is_published_and_only_on_this_machine(services: dict[str, 
 
 
 def test_the_data_of_postgresql_survives_its_container(compose: dict[str, Any], services: dict[str, Service]) -> None:
-    # Where the image looks from version 18 on; a volume at the former place would stay empty.
+    # The data directory of the image from version 18 on; a volume at the former path would stay empty.
     assert services["postgres"]["volumes"] == ["postgres:/var/lib/postgresql"]
     assert services["postgres"]["image"] == "postgres:18"
     assert "postgres" in compose["volumes"]
 
 
-def test_every_image_has_a_tag_that_stays_what_it_is(services: dict[str, Service]) -> None:
+def test_every_image_has_a_fixed_tag(services: dict[str, Service]) -> None:
     for each in services.values():
         assert each["image"].partition(":")[2] not in {"", "latest"}

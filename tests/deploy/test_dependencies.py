@@ -1,4 +1,4 @@
-"""What the service imports is declared in pyproject.toml, and not merely there because something else needs it."""
+"""All packages that the service imports are declared in pyproject.toml, and not only installed as dependencies."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from tests.deploy.declared import ROOT
 
 
 def imported() -> set[str]:
-    """The top-level packages that `app/` imports, but for its own and the standard library's."""
+    """Return the top-level packages that `app/` imports, without `app` and the standard library."""
     found = set()
     for path in (ROOT / "app").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -25,7 +25,7 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", name)[0]).lower()
 
 
-def test_every_import_is_declared() -> None:
+def test_every_imported_package_is_declared() -> None:
     declared = {
         normal(each) for each in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     }

@@ -1,7 +1,6 @@
 """Every overlay, rendered by kubectl, agrees with the settings of the service that runs in it.
 
-The numbers of a deployment live in two places, the manifests and the settings, and each is right only beside the other.
-These tests read both.
+The numbers of a deployment are in the manifests and in the settings, and must agree. These tests read both.
 """
 
 import base64
@@ -22,22 +21,22 @@ from tests.support.tools import program
 
 NEWEST = kubernetes_validate.latest_version()
 OVERLAYS = sorted(each.name for each in (ROOT / "k8s/overlays").iterdir())
-# What the guide tells the person who deploys to make.
+# The secrets that the guide asks the operator to create.
 SECRETS: dict[str, dict[str, str]] = {
     "flotilla": {"DATABASE_URL": ADDRESS, "FLOTILLA_API_KEYS": API_KEYS},
     "flotilla-migration": {"DATABASE_URL": ADDRESS},
 }
 PROBES = ("startup", "readiness", "liveness")
-# What Pod Security's level "restricted" asks of a container, and what we ask besides.
+# The requirements of the level "restricted" of Pod Security, and a read-only file system.
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-# What a start may take besides waiting for the migration: the pool's first connections, and joining.
+# Seconds that a start may take besides waiting for the migration: the first connections of the pool, and joining.
 STARTING = 10
 
-# A name as a Deployment gives it to a pod.
+# A name that a Deployment would give to a pod.
 FIELDS = {"metadata.name": "flotilla-7c6d8f9b5-x2x4z"}
 
 Object = dict[str, Any]
@@ -45,7 +44,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rendered:
-    """An overlay as the API server would be given it."""
+    """An overlay as the API server would receive it."""
 
     overlay: str
     objects: list[Object]
@@ -87,7 +86,7 @@ class Rendered:
                 yield template(each)
 
     def environment(self, container: Object) -> dict[str, str]:
-        """What the kubelet would put together; where two sources have a name, the last one counts."""
+        """Return the environment that the kubelet would build: of equal names, the last one applies."""
         found: dict[str, str] = {}
         for source in container["envFrom"]:
             if "configMapRef" in source:
@@ -112,8 +111,8 @@ def template(workload: Object) -> Object:
     return inner
 
 
-def window(probe: Object) -> int:
-    """How long a probe must fail until it has failed."""
+def failing_time(probe: Object) -> int:
+    """Return for how many seconds a probe must fail until Kubernetes acts."""
     return int(probe["periodSeconds"]) * int(probe["failureThreshold"])
 
 
@@ -131,11 +130,11 @@ def rendered(request: pytest.FixtureRequest) -> Rendered:
     return Rendered(request.param, list(yaml.safe_load_all(done.stdout)))
 
 
-def test_there_is_an_overlay_to_try_it_and_one_to_run_it() -> None:
+def test_there_is_an_overlay_for_development_and_one_for_production() -> None:
     assert OVERLAYS == ["development", "production"]
 
 
-def test_every_object_is_one_that_kubernetes_knows(rendered: Rendered) -> None:
+def test_every_object_is_valid_for_kubernetes(rendered: Rendered) -> None:
     for each in rendered.objects:
         kubernetes_validate.validate(each, NEWEST, strict=True)
 
@@ -163,19 +162,19 @@ def test_kubernetes_waits_as_long_as_the_ordered_shutdown_may_take(rendered: Ren
     assert rendered.pod["terminationGracePeriodSeconds"] == rendered.settings.grace_period
 
 
-def test_nothing_sleeps_before_the_service_hears_of_its_end(rendered: Rendered) -> None:
+def test_no_pre_stop_hook_delays_the_signal_to_the_service(rendered: Rendered) -> None:
     assert "lifecycle" not in rendered.container
 
 
 def test_readiness_fails_while_the_listener_is_still_open(rendered: Rendered) -> None:
-    assert window(rendered.probe("readiness")) <= rendered.settings.drain_delay_seconds
+    assert failing_time(rendered.probe("readiness")) <= rendered.settings.drain_delay_seconds
 
 
-def test_a_pod_that_waits_for_the_migration_is_not_killed_for_it(rendered: Rendered) -> None:
-    assert window(rendered.probe("startup")) >= rendered.settings.migrate_wait + STARTING
+def test_a_pod_is_not_killed_while_it_waits_for_the_migration(rendered: Rendered) -> None:
+    assert failing_time(rendered.probe("startup")) >= rendered.settings.migrate_wait + STARTING
 
 
-def test_readiness_asks_whether_it_is_ready_and_the_others_only_whether_it_lives(rendered: Rendered) -> None:
+def test_only_the_readiness_probe_checks_readiness_and_the_others_check_liveness(rendered: Rendered) -> None:
     paths = {name: rendered.probe(name)["httpGet"]["path"] for name in PROBES}
     assert paths == {"startup": "/health/live", "readiness": "/health/ready", "liveness": "/health/live"}
 
@@ -187,11 +186,11 @@ async def test_the_paths_of_the_probes_are_answered(rendered: Rendered) -> None:
     transport = httpx.ASGITransport(create_app(rendered.settings))
     async with httpx.AsyncClient(transport=transport, base_url="http://pod") as client:
         answers = {name: await client.get(rendered.probe(name)["httpGet"]["path"]) for name in PROBES}
-    said = {name: answer.json()["status"] for name, answer in answers.items()}
-    assert said == {"startup": "alive", "readiness": "starting", "liveness": "alive"}
+    statuses = {name: answer.json()["status"] for name, answer in answers.items()}
+    assert statuses == {"startup": "alive", "readiness": "starting", "liveness": "alive"}
 
 
-def test_probes_and_service_reach_the_port_it_listens_on(rendered: Rendered) -> None:
+def test_probes_and_service_use_the_port_on_which_the_service_listens(rendered: Rendered) -> None:
     assert rendered.settings.host == "0.0.0.0"  # noqa: S104 — in a pod, every interface is the pod's
     assert rendered.container["ports"] == [{"name": "http", "containerPort": rendered.settings.port}]
     (port,) = rendered.one("Service", "flotilla")["spec"]["ports"]
@@ -199,7 +198,7 @@ def test_probes_and_service_reach_the_port_it_listens_on(rendered: Rendered) -> 
     assert {rendered.probe(name)["httpGet"]["port"] for name in PROBES} == {"http"}
 
 
-def test_service_budget_and_spread_are_about_the_instances_and_not_about_the_migration(rendered: Rendered) -> None:
+def test_the_selectors_match_the_instances_and_not_the_migration(rendered: Rendered) -> None:
     selectors = [
         rendered.deployment["spec"]["selector"]["matchLabels"],
         rendered.one("Service", "flotilla")["spec"]["selector"],
@@ -218,12 +217,12 @@ def test_deploys_and_node_drains_take_one_instance_at_a_time(rendered: Rendered)
     assert rendered.one("PodDisruptionBudget", "flotilla")["spec"]["maxUnavailable"] == 1
 
 
-def test_instances_are_spread_over_hosts_and_zones_but_never_kept_from_starting(rendered: Rendered) -> None:
+def test_instances_are_spread_over_hosts_and_zones_if_possible(rendered: Rendered) -> None:
     spread = {each["topologyKey"]: each["whenUnsatisfiable"] for each in rendered.pod["topologySpreadConstraints"]}
     assert spread == dict.fromkeys(("kubernetes.io/hostname", "topology.kubernetes.io/zone"), "ScheduleAnyway")
 
 
-def test_every_pod_is_as_restricted_as_can_be(rendered: Rendered) -> None:
+def test_every_pod_has_the_most_restrictive_security_settings(rendered: Rendered) -> None:
     for each in rendered.templates():
         pod = each["spec"]
         assert pod["automountServiceAccountToken"] is False
@@ -232,35 +231,35 @@ def test_every_pod_is_as_restricted_as_can_be(rendered: Rendered) -> None:
         assert [container["securityContext"] for container in pod["containers"]] == [RESTRICTED]
 
 
-def test_kubernetes_adds_no_names_of_its_own_to_the_environment(rendered: Rendered) -> None:
+def test_kubernetes_adds_no_service_variables_to_the_environment(rendered: Rendered) -> None:
     for each in rendered.templates():
         assert each["spec"]["enableServiceLinks"] is False
 
 
-def test_every_image_has_a_tag_that_stays_what_it_is(rendered: Rendered) -> None:
+def test_every_image_has_a_fixed_tag(rendered: Rendered) -> None:
     for each in rendered.templates():
         for container in each["spec"]["containers"]:
             _, _, tag = container["image"].partition(":")
             assert tag not in {"", "latest"}, container["image"]
 
 
-def test_every_container_says_what_it_needs(rendered: Rendered) -> None:
+def test_every_container_declares_its_resources(rendered: Rendered) -> None:
     for each in rendered.templates():
         for container in each["spec"]["containers"]:
             assert container["resources"]["requests"].keys() == {"cpu", "memory"}
             assert container["resources"]["limits"].keys() == {"memory"}
 
 
-def test_production_brings_no_secret_with_it_and_the_guide_names_each(rendered: Rendered) -> None:
+def test_the_production_overlay_has_no_secrets_and_the_guide_creates_each(rendered: Rendered) -> None:
     guide = (ROOT / "docs/guides/deploy.md").read_text()
-    brought = {each["metadata"]["name"] for each in rendered.objects if each["kind"] == "Secret"}
-    wanted = {
+    included = {each["metadata"]["name"] for each in rendered.objects if each["kind"] == "Secret"}
+    required = {
         source["secretRef"]["name"]
         for each in rendered.templates()
         for container in each["spec"]["containers"]
         for source in container.get("envFrom", [])
         if "secretRef" in source
     }
-    for name in wanted - brought:
+    for name in required - included:
         assert f"kubectl create secret generic {name} " in guide
-    assert rendered.overlay == "development" or not brought
+    assert rendered.overlay == "development" or not included

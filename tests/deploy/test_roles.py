@@ -1,4 +1,4 @@
-"""What docs/guides/deploy.md grants is enough to run an instance, and not enough to change the schema."""
+"""The privileges of docs/guides/deploy.md are enough to run an instance, and not enough to change the schema."""
 
 import re
 
@@ -17,7 +17,7 @@ DATABASE = "flotilla"
 
 @pytest.fixture(params=["roles first", "schema first"])
 def address(request: pytest.FixtureRequest, own_postgres: Postgres) -> str:
-    """A migrated database, as the role that only runs sees it. Roles are of a whole server, so it is an own one."""
+    """Return the address of a migrated database for the role that only runs. Roles need a server of their own."""
     with own_postgres.session() as session:
         session.execute("CREATE ROLE administrator LOGIN CREATEROLE")
         session.execute(f'CREATE DATABASE "{DATABASE}" OWNER administrator')
@@ -37,7 +37,7 @@ def migrate(postgres: Postgres, role: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_instance_runs_and_leads_and_leaves(fleet: Fleet) -> None:
+def test_an_instance_can_run_lead_and_leave_with_the_granted_privileges(fleet: Fleet) -> None:
     (instance,) = fleet.start(FLOTILLA_MIGRATE_ON_START="false")
     eventually(lambda: instance.instances()["leader"] is not None)
     instance.terminate()
@@ -46,7 +46,7 @@ def test_an_instance_runs_and_leads_and_leaves(fleet: Fleet) -> None:
     assert instance.errors() == []
 
 
-def test_the_doctor_finds_the_privileges_right(address: str) -> None:
+def test_the_doctor_accepts_the_granted_privileges(address: str) -> None:
     done = run("doctor", address=address)
     assert done.returncode == 0, done.stdout
     assert "enough to run, but not to migrate" in done.stdout

@@ -1,7 +1,7 @@
-"""No caller can stop the others: whatever one does, other requests are answered, and the instance stays who it is.
+"""No caller can stop the others: during each attack, other requests are answered, and the instance keeps its identity.
 
 Each attack is made on one of two real instances, beside a writer, a reader and a prober of the same instance, and an
-action that is due every second. `python -m tests.instances.test_abuse` prints how long other requests took meanwhile;
+action that is due every second. `python -m tests.instances.test_abuse` prints how long other requests took;
 the bar is a p99 of 250 ms on two cores that do nothing else.
 """
 
@@ -41,7 +41,7 @@ ENVIRONMENT = {
 }
 
 
-# -- who must notice nothing ------------------------------------------------------------------------------------------
+# -- the other callers ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Bystanders:
 
     @property
     def fewest(self) -> int:
-        """Return how many answers the one of them has that has the fewest."""
+        """Return the smallest number of answers among the kinds of requests."""
         kinds = ("write", "read", "/health/live", "/health/ready")
         return min(sum(answer.to == kind for answer in self.answers) for kind in kinds)
 
@@ -109,7 +109,7 @@ class Bystanders:
         except httpx.TransportError as error:
             status = repr(error)
         self.answers.append(Answer(to, status, time.monotonic() - began))
-        # Their pace: they stand for a handful of clients, and not for another flood.
+        # A pause, because these threads represent a few normal clients and not another attack.
         self._over.wait(0.02)
 
 
@@ -134,12 +134,12 @@ def huge_headers(instance: InstanceProcess) -> None:
         return b""
 
     with ThreadPoolExecutor(5) as pool:
-        # The answer may be lost in the reset: there is more to read than the server wants to.
+        # The response may be lost in the reset, because the server does not read everything.
         assert set(pool.map(send, range(5))) <= {b"HTTP/1.1 431", b""}
 
 
 def silent_and_slow_clients(instance: InstanceProcess) -> None:
-    """2,000 clients connect and say nothing, 300 more send a byte of a header now and then. All are closed."""
+    """2,000 clients connect and send nothing, 300 more send a byte of a header now and then. All are closed."""
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for number in range(2300):
             client = stack.enter_context(connect(instance))
@@ -162,7 +162,7 @@ def silent_and_slow_clients(instance: InstanceProcess) -> None:
 
 
 def feed_clients(instance: InstanceProcess) -> None:
-    """1,500 clients open the feed at once, and read nothing of it but the beginning."""
+    """1,500 clients open the feed at once, and read only the beginning of the response."""
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(instance)) for _ in range(1500)]
         for client in clients:
@@ -171,7 +171,7 @@ def feed_clients(instance: InstanceProcess) -> None:
 
 
 def heavy_lists(instance: InstanceProcess) -> None:
-    """Forty runs of nearly 1 MB each, and four clients who want all of them, again and again."""
+    """There are forty runs of nearly 1 MB each, and four clients list all of them repeatedly."""
     payload = {"padding": "x" * 900_000}
     for _ in range(40):
         instance.trigger("echo", payload)
@@ -186,7 +186,7 @@ def heavy_lists(instance: InstanceProcess) -> None:
 
 
 def a_chatty_run(instance: InstanceProcess) -> None:
-    """A run emits as fast as it can, while others are to end."""
+    """A run emits as fast as it can, while other runs must end."""
     chatty = instance.trigger("chatter", {"count": 10_000, "pause": 0})["id"]
     for _ in range(10):
         assert instance.ended(instance.trigger("echo", {"a": 1})["id"])["state"] == "succeeded"
@@ -194,7 +194,7 @@ def a_chatty_run(instance: InstanceProcess) -> None:
 
 
 def odd_exceptions(instance: InstanceProcess) -> None:
-    """Runs raise whatever there is; each ends or waits, and its slot is free again."""
+    """Runs raise unusual exceptions; each run ends or waits for a retry, and its slot is free again."""
     ids = [instance.trigger("raise", {"what": what})["id"] for what in RAISED] * 2
     eventually(
         lambda: all(instance.run(run_id)["state"] != "running" and instance.run(run_id)["attempt"] for run_id in ids)
@@ -204,10 +204,10 @@ def odd_exceptions(instance: InstanceProcess) -> None:
 
 
 def an_open_transaction(instance: InstanceProcess) -> None:
-    """A caller keeps its transaction open for 20 s after it has triggered a run of an action that runs alone."""
+    """A caller keeps its transaction open for 20 s after it has triggered a run of an action with `overlap="skip"`."""
     run_id = instance.trigger("hold-open", {"seconds": 600})["id"]
     eventually(lambda: instance.run(run_id)["state"] == "running")
-    # Another action goes on meanwhile; its slots are a second apart.
+    # The runs of another action continue; its slots are one second apart.
     before = len(slots(instance))
     eventually(lambda: len(slots(instance)) >= before + 20)
     assert instance.run(run_id)["state"] == "running"
@@ -226,31 +226,33 @@ ATTACKS: Sequence[Callable[[InstanceProcess], None]] = (
 )
 
 
-# -- what must be true afterwards -------------------------------------------------------------------------------------
+# -- checks after each attack -----------------------------------------------------------------------------------------
 
 
 def slots(instance: InstanceProcess) -> list[datetime]:
-    """The scheduled instants of the action that is due every second."""
+    """Return the slots of the action that is due every second, in order."""
     runs = instance.client.get("/runs?action=beat&limit=500").json()["items"]
     return [datetime.fromisoformat(run["scheduled_for"]) for run in reversed(runs)]
 
 
 def resident_mb(pid: int) -> float:
-    """How much memory a process has."""
+    """Return the resident memory of a process in megabytes."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
     return int(line.split()[1]) / 1024
 
 
 @contextmanager
-def instances_for(address: str, folder: Path) -> Iterator[list[InstanceProcess]]:
-    """Start two instances, with as many files allowed to us as the attacks need."""
+def start_instances(address: str, folder: Path) -> Iterator[list[InstanceProcess]]:
+    """Start two instances, and allow this process as many open files as the attacks need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
     with Fleet(address, folder, **ENVIRONMENT) as fleet:
         yield fleet.start(2)
 
 
-def attack_beside_others(instances: Sequence[InstanceProcess], attack: Callable[[InstanceProcess], None]) -> Bystanders:
+def attack_with_bystanders(
+    instances: Sequence[InstanceProcess], attack: Callable[[InstanceProcess], None]
+) -> Bystanders:
     ids = [instance.me()["id"] for instance in instances]
     with Bystanders(instances[0]) as others:
         attack(instances[0])
@@ -270,16 +272,16 @@ def attack_beside_others(instances: Sequence[InstanceProcess], attack: Callable[
 @pytest.fixture(scope="module")
 def instances(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[InstanceProcess]]:
     address = postgres.new_migrated_database()
-    with instances_for(address, tmp_path_factory.mktemp("instances")) as own:
+    with start_instances(address, tmp_path_factory.mktemp("instances")) as own:
         yield own
     postgres.drop(address)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_whatever_one_caller_does_the_others_are_served(
+def test_other_requests_are_answered_while_one_caller_abuses_the_instance(
     instances: list[InstanceProcess], attack: Callable[[InstanceProcess], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    others = attack_beside_others(instances, attack)
+    others = attack_with_bystanders(instances, attack)
     with capsys.disabled():
         sys.stdout.write(f" p99 of {len(others.answers)} other requests: {others.p99 * 1000:.0f} ms ")
 
@@ -288,10 +290,10 @@ def main() -> None:
     with (
         server() as postgres,
         tempfile.TemporaryDirectory() as folder,
-        instances_for(postgres.new_migrated_database(), Path(folder)) as instances,
+        start_instances(postgres.new_migrated_database(), Path(folder)) as instances,
     ):
         for attack in ATTACKS:
-            p99 = attack_beside_others(instances, attack).p99 * 1000
+            p99 = attack_with_bystanders(instances, attack).p99 * 1000
             verdict = "" if p99 <= BAR_MS else f"   over the bar of {BAR_MS} ms"
             sys.stdout.write(
                 f"{attack.__name__:<26} p99 {p99:6.0f} ms   {resident_mb(instances[0].pid):4.0f} MB{verdict}\n"

@@ -1,4 +1,4 @@
-"""What breaks connections, again and again, wears no instance out: the short form of `make chaos`."""
+"""Instances survive repeated faults that break connections: the short form of `make chaos attrition`."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tests.chaos.attrition import PHASES, wear
 from tests.support.postgres import Postgres
 
 
-def test_instances_outlast_terminated_backends_crashes_idle_transactions_and_cancellations(
+def test_instances_survive_terminated_backends_crashes_idle_transactions_and_cancellations(
     own_postgres: Postgres, tmp_path: Path
 ) -> None:
     verdict = wear(own_postgres, tmp_path, seconds=2.5, rate=150)

@@ -1,4 +1,4 @@
-"""Instances whose clocks are an hour wrong, either way, act on PostgreSQL's and so neither early, late nor twice."""
+"""Instances whose clocks are an hour wrong use the clock of PostgreSQL, and schedule neither early, late nor twice."""
 
 import itertools
 import subprocess
@@ -21,7 +21,7 @@ SELECT scheduled_for, started_at, instance FROM flotilla.finished_runs WHERE tri
 
 
 def library() -> str:
-    """Where the library is that `faketime` puts before the process."""
+    """Return the path of the library that `faketime` preloads."""
     shown = subprocess.run(
         [program("faketime"), "-f", "+0", "printenv", "LD_PRELOAD"], capture_output=True, text=True, check=True
     )
@@ -30,26 +30,26 @@ def library() -> str:
 
 @pytest.fixture
 def skewed(address: str, tmp_path: Path) -> Fleet:
-    # A clock that was set wrong is wrong about the time of day; what measures durations goes on as before.
+    # Only the time of day is wrong; the monotonic clock is correct.
     wrong = {"LD_PRELOAD": library(), "FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1"}
     return Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_schedules", **wrong)
 
 
 @pytest.mark.long
-def test_the_clock_of_an_instance_decides_nothing(skewed: Fleet, address: str) -> None:
-    """Each instance leads for some slots of a second each; that is most of the half minute that it takes."""
+def test_slots_are_scheduled_on_time_by_instances_with_wrong_clocks(skewed: Fleet, address: str) -> None:
+    """Each instance is the leader for six slots of one second, which takes most of the half minute of this test."""
     with skewed as fleet, psycopg.connect(address, autocommit=True) as session:
         instances = [fleet.launch(FAKETIME=skew).wait_ready() for skew in SKEWS]
-        assert far_off(instances[0].me()["started_at"]) < 60, "the register goes by PostgreSQL's clock"
+        assert seconds_from_now(instances[0].me()["started_at"]) < 60, "the registry uses the clock of PostgreSQL"
         logged = instances[0].lines("instance.ready")[0]["time"]
-        assert far_off(logged) > 3000, "and the process really has another"
+        assert seconds_from_now(logged) > 3000, "the clock of the process is really wrong"
 
         began = datetime.now(UTC)
         session.execute("UPDATE flotilla.actions SET schedule = 'every 1s', next_run_at = now() + interval '1 s'")
         for _ in range(len(instances)):
-            # Whichever leads, its clock is wrong; then it leaves, and one that is wrong the other way goes on.
-            due = count(session) + SLOTS
-            eventually(lambda due=due: count(session) >= due)  # type: ignore[misc]
+            # The clock of the leader is wrong. Then the leader is killed, and an instance with another clock continues.
+            due = count_runs(session) + SLOTS
+            eventually(lambda due=due: count_runs(session) >= due)  # type: ignore[misc]
             leader = leader_of(instances)
             instances.remove(leader)
             leader.kill()
@@ -62,12 +62,12 @@ def test_the_clock_of_an_instance_decides_nothing(skewed: Fleet, address: str) -
     assert slots[0] > began
     late = [(started - slot).total_seconds() for slot, started, _ in rows]
     assert min(late) >= 0, "never early"
-    assert max(late) < 60, "and not late by what the clocks are wrong"
+    assert max(late) < 60, "and not late by the error of the clocks"
 
 
-def count(session: psycopg.Connection[tuple[object, ...]]) -> int:
+def count_runs(session: psycopg.Connection[tuple[object, ...]]) -> int:
     return len(session.execute(RUNS).fetchall())
 
 
-def far_off(instant: str) -> float:
+def seconds_from_now(instant: str) -> float:
     return abs(datetime.fromisoformat(instant).timestamp() - time.time())

@@ -1,4 +1,4 @@
-"""The command line as a person uses it, and starts that must be refused with what to do."""
+"""The commands for instances, and starts that must be refused with advice."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.long
-def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_database(folder: Path) -> None:
+def test_up_starts_three_instances_and_down_ends_them_and_their_database(folder: Path) -> None:
     port = free_port(3)
     up = run("up", "--port", str(port), cwd=folder)
     assert up.returncode == 0, up.stdout + up.stderr
@@ -54,7 +54,7 @@ def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_datab
     assert next(line for line in table.splitlines() if line.startswith(one)).split()[2] == "gone"
 
     more = run("up", "--port", str(port), cwd=folder)
-    assert more.stdout.count("is already running") == 2, "only the one that is missing is started"
+    assert more.stdout.count("is already running") == 2, "only the missing instance is started"
 
     rest = run("down", cwd=folder)
     assert rest.returncode == 0
@@ -64,16 +64,16 @@ def test_up_starts_three_that_know_each_other_and_down_ends_them_and_their_datab
     assert "no instance is running here" in run("down", cwd=folder).stdout
 
 
-def test_a_directory_above_that_was_closed_meanwhile_does_not_make_a_running_database_look_stopped(
+def test_a_closed_parent_directory_does_not_make_a_running_database_look_stopped(
     folder: Path,
 ) -> None:
-    """As root only: the server's own user must get through."""
+    """Only as root: the user of the server must be able to enter the directory."""
     assert run("migrate", cwd=folder).returncode == 0
     folder.chmod(0o700)
     assert run("list", cwd=folder).returncode == 0
 
 
-def test_up_names_its_instances_and_says_which_port_is_taken(folder: Path) -> None:
+def test_up_names_its_instances_and_reports_a_port_in_use(folder: Path) -> None:
     port = free_port(3)
     up = run("up", "--instances", "2", "--name", "harbour", "--port", str(port), cwd=folder)
     assert up.returncode == 0, up.stdout + up.stderr
@@ -91,8 +91,8 @@ def test_up_names_its_instances_and_says_which_port_is_taken(folder: Path) -> No
     assert "a live instance is already named 'harbour-1'" in collides.stderr
 
 
-def test_list_and_down_speak_of_instances_started_anywhere(fleet: Fleet) -> None:
-    """Through PostgreSQL alone: the command knows the database and nothing else."""
+def test_list_and_down_work_for_instances_started_in_any_way(fleet: Fleet) -> None:
+    """The commands work through PostgreSQL alone: they know only the database."""
     instances = fleet.start(2, "uvicorn")
     listed = json.loads(run("list", "--json", address=fleet.address).stdout)
     assert {row["pid"] for row in listed} == {instance.pid for instance in instances}
@@ -104,25 +104,25 @@ def test_list_and_down_speak_of_instances_started_anywhere(fleet: Fleet) -> None
 def test_down_waits_for_a_frozen_instance_until_it_is_declared_gone(fleet: Fleet) -> None:
     instances = fleet.start(2)
     name = instances[0].me()["name"]
-    asked = "SELECT FROM flotilla.instances WHERE name = %s AND drain_requested_at IS NOT NULL"
+    drain_requested = "SELECT FROM flotilla.instances WHERE name = %s AND drain_requested_at IS NOT NULL"
     with (
         psycopg.connect(fleet.address, autocommit=True) as session,
-        psycopg.connect(fleet.address) as verdict,
+        psycopg.connect(fleet.address) as row_holder,
         ThreadPoolExecutor() as pool,
     ):
-        # While somebody has its row locked, nobody declares it gone: not before it was asked to leave.
-        verdict.execute("SELECT FROM flotilla.instances WHERE name = %s FOR KEY SHARE", [name])
+        # While its row is locked, the leader cannot declare the instance gone before `down` has asked it to leave.
+        row_holder.execute("SELECT FROM flotilla.instances WHERE name = %s FOR KEY SHARE", [name])
         instances[0].freeze()
-        asking = pool.submit(run, "down", name, address=fleet.address)
-        eventually(lambda: session.execute(asked, [name]).fetchone() is not None)
-        verdict.rollback()
-        down = asking.result()
+        down_command = pool.submit(run, "down", name, address=fleet.address)
+        eventually(lambda: session.execute(drain_requested, [name]).fetchone() is not None)
+        row_holder.rollback()
+        down = down_command.result()
     assert down.returncode == 0, down.stderr
     assert f"{name}: gone" in down.stdout
 
 
 @pytest.mark.empty_database
-def test_migrate_and_doctor_say_what_they_found(address: str) -> None:
+def test_migrate_and_doctor_print_their_results(address: str) -> None:
     assert "migrated" in run("migrate", address=address).stdout
     assert "already up to date" in run("migrate", address=address).stdout
     examined = run("doctor", "--json", address=address)
@@ -133,7 +133,7 @@ def test_migrate_and_doctor_say_what_they_found(address: str) -> None:
     assert "problem" in broken.stdout
 
 
-def test_key_makes_a_key_that_opens_and_a_line_that_does_not_show_it(fleet: Fleet) -> None:
+def test_key_prints_a_valid_key_and_a_settings_line_without_that_key(fleet: Fleet) -> None:
     made = run("key", "ops", "--scope", "read").stdout.splitlines()
     key, line = made[1].strip(), made[3].strip()
     assert line.startswith("ops:read:")
@@ -144,7 +144,7 @@ def test_key_makes_a_key_that_opens_and_a_line_that_does_not_show_it(fleet: Flee
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["up", "--port", "70000"], 2, "'--port'"),
         (["serve", "--port", "65536"], 2, "'--port'"),
@@ -156,14 +156,16 @@ def test_key_makes_a_key_that_opens_and_a_line_that_does_not_show_it(fleet: Flee
         (["nonsense"], 2, "nonsense"),
     ],
 )
-def test_wrong_usage_is_answered_with_a_sentence(address: str, arguments: list[str], code: int, said: str) -> None:
+def test_wrong_usage_is_answered_with_a_message_and_an_exit_code(
+    address: str, arguments: list[str], code: int, message: str
+) -> None:
     done = run(*arguments, address=address)
     assert done.returncode == code
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_directory_that_cannot_be_used_for_the_embedded_database_is_said_so(tmp_path: Path) -> None:
+def test_an_unusable_directory_for_the_embedded_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("list", cwd=tmp_path, env={"FLOTILLA_EMBEDDED_DIR": "file/below"})
     assert done.returncode == 4
@@ -171,7 +173,7 @@ def test_a_directory_that_cannot_be_used_for_the_embedded_database_is_said_so(tm
     assert "Traceback" not in done.stderr
 
 
-def test_serve_on_any_port_tells_which(fleet: Fleet) -> None:
+def test_serve_on_port_0_logs_the_chosen_port(fleet: Fleet) -> None:
     instance = fleet.launch(port=0)
     (line,) = eventually(lambda: instance.lines("instance.ready"))
     assert line["port"] > 0
@@ -181,71 +183,71 @@ def test_serve_on_any_port_tells_which(fleet: Fleet) -> None:
 # -- starts that are refused ------------------------------------------------------------------------------------------
 
 
-def refused_start(address: str | None, *said: str, **env: str) -> None:
-    """Start an instance both ways; each must end by itself, saying this and nothing like a traceback."""
+def refused_start(address: str | None, *messages: str, **env: str) -> None:
+    """Start an instance in both ways; each must end by itself with these messages and without a traceback."""
     for module, *arguments in (("app", "serve"), ("uvicorn", "app.main:app")):
         done = run_module(module, *arguments, "--port", str(free_port()), env=environment(address, env))
         output = done.stdout + done.stderr
         assert done.returncode not in {0, None}, output
-        for each in said:
+        for each in messages:
             assert each in output, output
         assert "Traceback" not in output
         assert "hunter2" not in output
 
 
-def test_an_unreachable_database() -> None:
+def test_a_start_with_an_unreachable_database_is_refused() -> None:
     refused_start(f"postgresql://app:hunter2@127.0.0.1:{free_port()}/app", "cannot connect to PostgreSQL")
 
 
-def test_pgbouncer_in_transaction_mode_as_the_direct_address(postgres: Postgres) -> None:
+def test_a_start_with_pgbouncer_as_the_direct_address_is_refused(postgres: Postgres) -> None:
     with pgbouncer(postgres, more="ignore_startup_parameters = options") as port:
         refused_start(f"postgresql://postgres@127.0.0.1:{port}/postgres", "is a connection pooler")
 
 
-def test_a_read_only_database(own_postgres: Postgres) -> None:
+def test_a_start_on_a_read_only_database_is_refused(own_postgres: Postgres) -> None:
     own_postgres.set("default_transaction_read_only", "on")
     refused_start(own_postgres.address_of(), "is read-only")
 
 
 @pytest.mark.empty_database
-def test_somebody_elses_schema(address: str, postgres: Postgres) -> None:
+def test_a_start_on_a_schema_of_another_application_is_refused(address: str, postgres: Postgres) -> None:
     with postgres.session(address.rpartition("/")[2]) as session:
         session.execute("CREATE SCHEMA flotilla CREATE TABLE customers (id int)")
     refused_start(address, "is not Flotilla's", "FLOTILLA_NAMESPACE")
 
 
 @pytest.mark.empty_database
-def test_missing_migrations_that_it_may_not_run(address: str) -> None:
+def test_a_start_with_missing_migrations_that_it_may_not_run_is_refused(address: str) -> None:
     refused_start(address, "run `flotilla migrate`", FLOTILLA_MIGRATE_ON_START="false", FLOTILLA_MIGRATE_WAIT="0")
 
 
-def test_production_on_the_embedded_database() -> None:
+def test_a_start_in_production_on_the_embedded_database_is_refused() -> None:
     refused_start(None, "set DATABASE_URL", FLOTILLA_ENVIRONMENT="production")
 
 
-def test_production_without_keys(address: str) -> None:
+def test_a_start_in_production_without_api_keys_is_refused(address: str) -> None:
     refused_start(address, "API_KEYS is not set", FLOTILLA_ENVIRONMENT="production")
 
 
-def test_an_unknown_setting(address: str) -> None:
+def test_a_start_with_an_unknown_setting_is_refused(address: str) -> None:
     refused_start(address, "did you mean FLOTILLA_DRAIN_DELAY?", FLOTILLA_DRAIN_DELAI="1")
 
 
-def test_an_invalid_name(address: str) -> None:
+def test_a_start_with_an_invalid_instance_name_is_refused(address: str) -> None:
     refused_start(address, "'No Name' is not a valid name", FLOTILLA_INSTANCE_NAME="No Name")
 
 
 @pytest.mark.empty_database
-def test_a_taken_port_is_refused_before_the_instance_joins(address: str) -> None:
+def test_a_port_in_use_is_refused_before_the_instance_joins(address: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run("serve", "--port", str(port), address=address)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
-    assert run("list", address=address).returncode == 4, "nothing was migrated, and nobody joined"
+    assert run("list", address=address).returncode == 4, "nothing was migrated, and no instance joined"
 
 
-def test_a_refused_start_leaves_nothing_behind(fleet: Fleet, postgres: Postgres) -> None:
+def test_a_refused_start_leaves_no_row_and_no_session_behind(fleet: Fleet, postgres: Postgres) -> None:
     (holder,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
     late = fleet.launch(FLOTILLA_INSTANCE_NAME="harbour")
     assert late.wait_exit() == 3
@@ -256,5 +258,5 @@ def test_a_refused_start_leaves_nothing_behind(fleet: Fleet, postgres: Postgres)
             SELECT count(*) FROM pg_stat_activity
             WHERE datname = %s AND application_name LIKE 'flotilla%%' AND application_name NOT LIKE '%%/pool/%%'
         """
-        # The holder's link, its place in the queue, and what it writes by as the leader. Nothing of the other's.
+        # The three sessions of the holder: its link, its position in the queue, and the writing session of the leader.
         eventually(lambda: session.execute(find, [name]).fetchone() == (3,))

@@ -1,6 +1,6 @@
-"""Actions and runs from the command line, with an instance that runs them: what a person sees, and what a script reads.
+"""The commands for actions and runs, with an instance that executes the runs: texts for people, JSON for scripts.
 
-Most commands are called in this process, which is quick; those that are interrupted, or read along, are processes.
+Most commands are called in this process, which is quick; commands that are interrupted or followed are processes.
 """
 
 import json
@@ -82,9 +82,9 @@ def flotilla(
             capsys.readouterr()
             with pytest.raises(SystemExit) as ended:
                 main()
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return Done(int(ended.value.code or 0), said.out, said.err)
+        message = capsys.readouterr()
+        assert "Traceback" not in message.err
+        return Done(int(ended.value.code or 0), message.out, message.err)
 
     yield call
     for action in ("noop", "nap"):
@@ -92,7 +92,7 @@ def flotilla(
 
 
 def table(text: str) -> list[dict[str, str]]:
-    """The rows of a table, by the places where its columns begin."""
+    """Parse a printed table, by the positions at which its columns begin."""
     header, *lines = text.splitlines()
     starts = [(found.start(), found[0]) for found in re.finditer(r"\S+( \S+)*", header)]
     ends = [start for start, _ in starts[1:]] + [len(header) + 1000]
@@ -112,17 +112,17 @@ def process(harbour: Harbour, *arguments: str, **env: str) -> "subprocess.Popen[
 
 
 def rest_of(command: "subprocess.Popen[str]", within: float = 120) -> tuple[str, str]:
-    """What it still says until it ends. `communicate` would leave out what was read ahead of the lines read before."""
+    """Return the rest of the output of a command. `communicate` would lose what is already in the read buffer."""
     assert command.stdout is not None
     assert command.stderr is not None
     hangs = threading.Timer(within, command.kill)
     hangs.start()
     try:
-        said = command.stdout.read(), command.stderr.read()
+        message = command.stdout.read(), command.stderr.read()
         command.wait()
     finally:
         hangs.cancel()
-    return said
+    return message
 
 
 def state_of(flotilla: CommandLine, run_id: int) -> str:
@@ -132,7 +132,7 @@ def state_of(flotilla: CommandLine, run_id: int) -> str:
 # -- trigger ----------------------------------------------------------------------------------------------------------
 
 
-def test_trigger_says_which_run_it_made_and_how_to_look_at_it(flotilla: CommandLine) -> None:
+def test_trigger_prints_the_run_and_the_command_that_follows_it(flotilla: CommandLine) -> None:
     done = flotilla("trigger", "noop")
     assert done.code == 0, done.err
     found = re.match(r"run (\d+) of noop: \w+\n  \S+ runs \1 --follow\n", done.out)
@@ -140,7 +140,7 @@ def test_trigger_says_which_run_it_made_and_how_to_look_at_it(flotilla: CommandL
     eventually(lambda: state_of(flotilla, int(found[1])) == "succeeded")
 
 
-def test_trigger_as_json_is_the_run_as_the_rest_api_has_it(flotilla: CommandLine, harbour: Harbour) -> None:
+def test_trigger_with_json_prints_the_run_as_the_rest_api_does(flotilla: CommandLine, harbour: Harbour) -> None:
     run_at = datetime.now(UTC) + timedelta(hours=1)
     made = flotilla("trigger", "nap", "--run-at", run_at.isoformat(), "--json").json
     assert made == harbour.instance.run(made["id"])
@@ -149,7 +149,7 @@ def test_trigger_as_json_is_the_run_as_the_rest_api_has_it(flotilla: CommandLine
     flotilla("runs", "cancel", str(made["id"]))
 
 
-def test_a_key_makes_one_run_and_the_second_trigger_names_it(flotilla: CommandLine) -> None:
+def test_a_second_trigger_with_the_same_key_prints_the_existing_run(flotilla: CommandLine) -> None:
     first = flotilla("trigger", "noop", "--key", "monday", "--json").json
     second = flotilla("trigger", "noop", "--key", "monday")
     assert second.code == 0
@@ -157,14 +157,14 @@ def test_a_key_makes_one_run_and_the_second_trigger_names_it(flotilla: CommandLi
 
 
 def test_a_run_is_shown_with_its_ordering_key(flotilla: CommandLine) -> None:
-    held = flotilla("trigger", "noop", "--ordering-key", "acme", "--run-at", "2999-01-01T00:00:00Z", "--json").json
-    assert held["ordering_key"] == "acme"
-    waits = flotilla("trigger", "noop", "--ordering-key", "acme", "--json").json
-    assert "ordering key   acme" in flotilla("runs", str(waits["id"])).out
-    assert flotilla("runs", str(waits["id"]), "--json").json["state"] == "pending"
+    first_run = flotilla("trigger", "noop", "--ordering-key", "acme", "--run-at", "2999-01-01T00:00:00Z", "--json").json
+    assert first_run["ordering_key"] == "acme"
+    second_run = flotilla("trigger", "noop", "--ordering-key", "acme", "--json").json
+    assert "ordering key   acme" in flotilla("runs", str(second_run["id"])).out
+    assert flotilla("runs", str(second_run["id"]), "--json").json["state"] == "pending"
     assert "ordering key" not in flotilla("runs", str(flotilla("trigger", "noop", "--json").json["id"])).out
-    assert flotilla("runs", "cancel", str(held["id"])).code == 0
-    eventually(lambda: flotilla("runs", str(waits["id"]), "--json").json["state"] == "succeeded")
+    assert flotilla("runs", "cancel", str(first_run["id"])).code == 0
+    eventually(lambda: flotilla("runs", str(second_run["id"]), "--json").json["state"] == "succeeded")
 
 
 def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
@@ -175,7 +175,7 @@ def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["noop", "--payload", '{"weight":'], 2, "the payload is not JSON"),
         (["noop", "--payload", "NaN"], 2, "the payload is not JSON"),
@@ -193,17 +193,17 @@ def test_a_payload_is_read_from_standard_input(harbour: Harbour) -> None:
         (["zzz"], 5, "there are alone, "),
     ],
 )
-def test_a_trigger_that_cannot_be_is_refused_before_anything_is_written(
-    flotilla: CommandLine, arguments: list[str], code: int, said: str
+def test_an_invalid_trigger_is_refused_and_inserts_no_run(
+    flotilla: CommandLine, arguments: list[str], code: int, message: str
 ) -> None:
     before = [each["id"] for each in flotilla("runs", "--json").json]
     done = flotilla("trigger", *arguments)
     assert done.code == code
-    assert said in done.err
+    assert message in done.err
     assert [each["id"] for each in flotilla("runs", "--json").json] == before
 
 
-def test_an_action_that_no_instance_brought_to_the_database_yet_needs_one_first(
+def test_a_trigger_of_an_action_that_is_not_in_the_database_asks_for_an_instance(
     flotilla: CommandLine, address: str
 ) -> None:
     assert run("migrate", address=address).returncode == 0
@@ -211,22 +211,22 @@ def test_an_action_that_no_instance_brought_to_the_database_yet_needs_one_first(
     assert done.code == 5
     assert "in the code, but not yet in the database" in done.err
     assert "flotilla up" in done.err
-    assert flotilla("actions", "--json", address=address).json == [], "the command declares nothing itself"
+    assert flotilla("actions", "--json", address=address).json == [], "the command itself inserts no action"
 
 
-def test_a_module_of_actions_that_does_not_exist_is_a_wrong_setting(flotilla: CommandLine) -> None:
+def test_a_missing_module_of_actions_is_reported_as_an_invalid_setting(flotilla: CommandLine) -> None:
     done = flotilla("trigger", "noop", FLOTILLA_ACTIONS="app.nowhere")
     assert done.code == 2
     assert "FLOTILLA_ACTIONS names 'app.nowhere'" in done.err
 
 
-def test_without_any_action_the_message_says_so(flotilla: CommandLine) -> None:
+def test_a_trigger_without_any_declared_action_is_refused_with_that_reason(flotilla: CommandLine) -> None:
     done = flotilla("trigger", "noop", FLOTILLA_ACTIONS="app.models")
     assert done.code == 5
     assert "there are no actions" in done.err
 
 
-def test_a_second_run_of_an_action_that_allows_one_is_refused_and_names_the_first(flotilla: CommandLine) -> None:
+def test_a_trigger_of_an_action_with_overlap_skip_is_refused_and_names_the_active_run(flotilla: CommandLine) -> None:
     first = flotilla("trigger", "alone", "--payload", '{"seconds": 30}', "--json").json
     second = flotilla("trigger", "alone")
     assert second.code == 1
@@ -236,7 +236,7 @@ def test_a_second_run_of_an_action_that_allows_one_is_refused_and_names_the_firs
 
 @pytest.mark.empty_database
 @pytest.mark.parametrize("command", [["actions"], ["runs"], ["runs", "1"], ["trigger", "noop"]])
-def test_without_the_namespace_or_the_database_it_says_what_to_do(
+def test_a_missing_schema_or_database_is_reported_with_advice(
     flotilla: CommandLine, address: str, command: list[str]
 ) -> None:
     absent = flotilla(*command, address=address)
@@ -248,7 +248,7 @@ def test_without_the_namespace_or_the_database_it_says_what_to_do(
 
 
 @pytest.mark.empty_database
-def test_a_schema_that_is_older_than_the_command_is_to_be_migrated_first(flotilla: CommandLine, address: str) -> None:
+def test_a_command_refuses_a_schema_that_is_older_than_itself(flotilla: CommandLine, address: str) -> None:
     assert run("migrate", address=address).returncode == 0
     with psycopg.connect(address) as session:
         session.execute("DELETE FROM flotilla.alembic_version WHERE version_num LIKE 'app%'")
@@ -261,18 +261,18 @@ def test_a_schema_that_is_older_than_the_command_is_to_be_migrated_first(flotill
 # -- following --------------------------------------------------------------------------------------------------------
 
 
-def test_following_shows_where_it_runs_how_far_it_is_and_its_result(flotilla: CommandLine) -> None:
+def test_following_shows_the_instance_the_progress_and_the_result(flotilla: CommandLine) -> None:
     done = flotilla("trigger", "walk", "--payload", '{"steps": 4, "seconds": 0.3}', "--follow")
     assert done.code == 0, done.err
-    said = [line[10:] for line in done.out.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
-    running = [place for place, line in enumerate(said) if "running on harbour, attempt 1 of 4" in line]
+    message = [line[10:] for line in done.out.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
+    running = [place for place, line in enumerate(message) if "running on harbour, attempt 1 of 4" in line]
     assert len(running) == 1
-    assert [line.strip() for line in said[running[0] + 1 : -1]] == ["25%", "50%", "75%", "100%"]
-    assert re.match(r"succeeded after \d", said[-1])
+    assert [line.strip() for line in message[running[0] + 1 : -1]] == ["25%", "50%", "75%", "100%"]
+    assert re.match(r"succeeded after \d", message[-1])
     assert json.loads(done.out[done.out.index("{") :])["steps"] == 4
 
 
-def test_following_as_json_is_a_line_for_each_thing_in_the_order_of_what_happened(flotilla: CommandLine) -> None:
+def test_following_with_json_prints_one_line_for_each_event_in_order(flotilla: CommandLine) -> None:
     done = flotilla("trigger", "walk", "--payload", '{"steps": 3, "seconds": 0.3}', "--follow", "--json")
     assert done.code == 0, done.err
     assert [line["seq"] for line in done.lines] == [1, 2, 3, 4, 5, 6]
@@ -284,14 +284,14 @@ def test_following_as_json_is_a_line_for_each_thing_in_the_order_of_what_happene
     ]
 
 
-def test_a_run_that_fails_ends_the_command_with_1_and_says_why(flotilla: CommandLine) -> None:
+def test_following_a_run_that_fails_prints_the_error_and_exits_with_1(flotilla: CommandLine) -> None:
     done = flotilla("trigger", "fail", "--follow")
     assert done.code == 1
     last = done.out.splitlines()[-1]
     assert "failed after attempt 3 of 3: ValueError: the parcel\\x00is torn" in last
 
 
-def test_a_run_that_was_cancelled_while_it_waited_ends_the_command_with_1(flotilla: CommandLine) -> None:
+def test_following_a_cancelled_run_exits_with_1(flotilla: CommandLine) -> None:
     flotilla("actions", "pause", "nap")
     waiting = flotilla("trigger", "nap", "--json").json
     assert flotilla("runs", "cancel", str(waiting["id"])).code == 0
@@ -300,7 +300,7 @@ def test_a_run_that_was_cancelled_while_it_waited_ends_the_command_with_1(flotil
     assert "cancelled: cancelled on request, while it waited" in done.out
 
 
-def test_a_run_that_waits_again_says_after_what(flotilla: CommandLine) -> None:
+def test_a_pending_event_is_described_with_the_reason_of_the_wait(flotilla: CommandLine) -> None:
     made = RunRecord(**flotilla("trigger", "noop", "--json").json)
     now = datetime.now(UTC)
 
@@ -317,7 +317,7 @@ def test_a_run_that_waits_again_says_after_what(flotilla: CommandLine) -> None:
     assert given_back == "pending: east is shutting down, and another instance will continue the run"
 
 
-def test_a_run_that_is_over_is_shown_from_its_first_event_to_its_end(flotilla: CommandLine) -> None:
+def test_following_an_ended_run_shows_all_its_events(flotilla: CommandLine) -> None:
     first = flotilla("trigger", "walk", "--payload", '{"steps": 2, "seconds": 0.01}', "--follow", "--json")
     run_id = first.lines[-1]["run"]
     again = flotilla("runs", str(run_id), "--follow", "--json")
@@ -325,7 +325,7 @@ def test_a_run_that_is_over_is_shown_from_its_first_event_to_its_end(flotilla: C
     assert again.lines == first.lines
 
 
-def test_ctrl_c_stops_following_and_not_the_run(flotilla: CommandLine, harbour: Harbour, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_command_and_not_the_run(flotilla: CommandLine, harbour: Harbour, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with process(harbour, "trigger", "walk", "--payload", gated(gate, 1), "--follow", "--json") as command:
         assert command.stdout is not None
@@ -344,11 +344,11 @@ def test_ctrl_c_stops_following_and_not_the_run(flotilla: CommandLine, harbour: 
 
 
 def gated(gate: Path, steps: int) -> str:
-    """What `walk` is given so that it does not end before the file is there."""
+    """Return a payload with which `walk` does not end before the file exists."""
     return json.dumps({"steps": steps, "seconds": 0.05, "gate": str(gate)})
 
 
-def test_following_goes_on_when_the_database_was_away(own_postgres: Postgres, tmp_path: Path) -> None:
+def test_following_continues_after_an_outage_of_the_database(own_postgres: Postgres, tmp_path: Path) -> None:
     address, gate = own_postgres.new_migrated_database(), tmp_path / "gate"
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS=ACTIONS) as fleet:
         (instance,) = fleet.start()
@@ -364,12 +364,12 @@ def test_following_goes_on_when_the_database_was_away(own_postgres: Postgres, tm
             out, err = rest_of(command)
     assert "Waiting for the database" in warned
     assert command.returncode == 0, err
-    told = [json.loads(line) for line in [*lines, *out.splitlines()]]
-    assert [line["seq"] for line in told] == list(range(1, len(told) + 1)), "nothing is shown twice, or left out"
-    assert told[-1]["data"]["state"] == "succeeded"
+    events = [json.loads(line) for line in [*lines, *out.splitlines()]]
+    assert [line["seq"] for line in events] == list(range(1, len(events) + 1)), "each event is shown exactly once"
+    assert events[-1]["data"]["state"] == "succeeded"
 
 
-def test_following_goes_on_when_the_run_moves_to_another_instance(fleet: Fleet, tmp_path: Path) -> None:
+def test_following_continues_when_the_run_moves_to_another_instance(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     for name in ("east", "west"):
         fleet.launch(FLOTILLA_INSTANCE_NAME=name, FLOTILLA_ACTIONS=ACTIONS)
@@ -387,19 +387,19 @@ def test_following_goes_on_when_the_run_moves_to_another_instance(fleet: Fleet, 
     assert f"running on {'west' if 'running on east' in line else 'east'}, attempt 2 of 4" in out
 
 
-def test_following_all_runs_shows_what_becomes_of_them_from_now_on(flotilla: CommandLine, harbour: Harbour) -> None:
+def test_following_all_runs_shows_their_changes_from_now_on(flotilla: CommandLine, harbour: Harbour) -> None:
     flotilla("trigger", "noop", "--follow")
     ended = ("--state", "succeeded", "--state", "failed")
     with (
-        process(harbour, "runs", "--follow", "--action", "give-up") as people,
-        process(harbour, "runs", "--follow", *ended, "--json") as machine,
+        process(harbour, "runs", "--follow", "--action", "give-up") as text_command,
+        process(harbour, "runs", "--follow", *ended, "--json") as json_command,
     ):
-        # Until both read along, a run more each time.
-        first = read_along(people, lambda: flotilla("trigger", "give-up"))
-        second = read_along(machine, lambda: flotilla("trigger", "noop"))
-        for each in (people, machine):
+        # Trigger one run after the other until both commands print something.
+        first = read_along(text_command, lambda: flotilla("trigger", "give-up"))
+        second = read_along(json_command, lambda: flotilla("trigger", "noop"))
+        for each in (text_command, json_command):
             each.send_signal(signal.SIGINT)
-        assert people.wait(30) == machine.wait(30) == 130
+        assert text_command.wait(30) == json_command.wait(30) == 130
     assert re.search(r"\d\d:\d\d:\d\d  run \d+ of give-up: ", first)
     change = json.loads(second)
     assert change["kind"] == "state"
@@ -408,18 +408,18 @@ def test_following_all_runs_shows_what_becomes_of_them_from_now_on(flotilla: Com
     assert change["seq"] == 3
 
 
-def read_along(command: "subprocess.Popen[str]", nudge: Callable[[], object]) -> str:
-    """Nudge until the command says something, and return its first line."""
+def read_along(command: "subprocess.Popen[str]", trigger: Callable[[], object]) -> str:
+    """Trigger until the command prints something, and return its first line."""
     assert command.stdout is not None
     while not select.select([command.stdout], [], [], 0.5)[0]:
-        nudge()
+        trigger()
     return command.stdout.readline()
 
 
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
-def test_actions_shows_schedule_next_and_last_run_and_who_stands_by(flotilla: CommandLine) -> None:
+def test_actions_shows_the_schedule_the_next_and_last_run_and_the_standby_instances(flotilla: CommandLine) -> None:
     flotilla("trigger", "echo", "--follow")
     rows = {row["NAME"]: row for row in table(flotilla("actions").out)}
     seldom, echo = rows["seldom"], rows["echo"]
@@ -431,7 +431,7 @@ def test_actions_shows_schedule_next_and_last_run_and_who_stands_by(flotilla: Co
     assert echo["SCHEDULE"] == echo["NEXT RUN"] == ""
 
 
-def test_actions_shows_where_one_runs_now(flotilla: CommandLine) -> None:
+def test_actions_shows_the_instance_that_is_running_an_action(flotilla: CommandLine) -> None:
     made = flotilla("trigger", "nap", "--payload", '{"seconds": 30}', "--json").json
     eventually(lambda: state_of(flotilla, made["id"]) == "running")
     (nap,) = [row for row in table(flotilla("actions").out) if row["NAME"] == "nap"]
@@ -440,13 +440,13 @@ def test_actions_shows_where_one_runs_now(flotilla: CommandLine) -> None:
     flotilla("runs", "cancel", str(made["id"]))
 
 
-def test_actions_as_json_is_what_the_rest_api_lists(flotilla: CommandLine, harbour: Harbour) -> None:
+def test_actions_with_json_prints_what_the_rest_api_lists(flotilla: CommandLine, harbour: Harbour) -> None:
     listed = {row["name"]: row for row in flotilla("actions", "--json").json}
     answer = harbour.instance.client.get("/actions/seldom")
     assert listed["seldom"] == answer.json()
 
 
-def test_a_paused_action_keeps_its_triggers_waiting_until_it_is_resumed(flotilla: CommandLine) -> None:
+def test_runs_of_a_paused_action_are_pending_until_it_is_resumed(flotilla: CommandLine) -> None:
     assert flotilla("actions", "pause", "noop").out == "noop: paused\n"
     made = flotilla("trigger", "noop")
     assert re.search(r"noop is paused: the run waits for `\S+ actions resume noop`", made.out)
@@ -457,13 +457,13 @@ def test_a_paused_action_keeps_its_triggers_waiting_until_it_is_resumed(flotilla
     eventually(lambda: state_of(flotilla, run_id) == "succeeded")
 
 
-def test_resume_says_when_it_runs_next(flotilla: CommandLine) -> None:
+def test_resume_prints_the_next_run(flotilla: CommandLine) -> None:
     flotilla("actions", "pause", "seldom")
     assert re.fullmatch(r"seldom: active, next run in .*\n", flotilla("actions", "resume", "seldom").out)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["pause", "nothing"], 5, "there is no action 'nothing'"),
         (["resume", "nothing"], 5, "there is no action 'nothing'"),
@@ -472,15 +472,15 @@ def test_resume_says_when_it_runs_next(flotilla: CommandLine) -> None:
         (["--json", "pause", "noop"], 2, "belongs to the list"),
     ],
 )
-def test_wrong_usage_of_actions_is_said_in_a_sentence(
-    flotilla: CommandLine, arguments: list[str], code: int, said: str
+def test_wrong_usage_of_actions_is_answered_with_a_message(
+    flotilla: CommandLine, arguments: list[str], code: int, message: str
 ) -> None:
     done = flotilla("actions", *arguments)
     assert done.code == code
-    assert said in done.err
+    assert message in done.err
 
 
-def test_a_trigger_that_nobody_can_run_says_that_it_waits(flotilla: CommandLine, address: str) -> None:
+def test_a_trigger_that_no_living_instance_can_run_prints_that_it_waits(flotilla: CommandLine, address: str) -> None:
     assert run("migrate", address=address).returncode == 0
     with psycopg.connect(address) as session:
         columns = "name, misfire, overlap, priority, max_attempts, retention"
@@ -493,7 +493,7 @@ def test_a_trigger_that_nobody_can_run_says_that_it_waits(flotilla: CommandLine,
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_runs_lists_the_newest_first_with_what_became_of_them(flotilla: CommandLine) -> None:
+def test_runs_lists_the_newest_runs_first_with_their_state(flotilla: CommandLine) -> None:
     flotilla("trigger", "give-up", "--follow")
     flotilla("trigger", "noop", "--follow")
     rows = table(flotilla("runs", "--limit", "2").out)
@@ -506,17 +506,17 @@ def test_runs_lists_the_newest_first_with_what_became_of_them(flotilla: CommandL
     assert re.fullmatch(r"\d+ ms|\d+\.\d s", rows[0]["TOOK"])
 
 
-def test_runs_can_be_narrowed_to_an_action_and_to_states(flotilla: CommandLine) -> None:
+def test_runs_can_be_filtered_by_action_and_by_states(flotilla: CommandLine) -> None:
     for action in ("give-up", "noop"):
         flotilla("trigger", action, "--follow")
-    unwell = flotilla("runs", "--state", "failed", "--state", "cancelled", "--json").json
-    assert {row["state"] for row in unwell} <= {"failed", "cancelled"}
-    assert unwell
+    not_succeeded = flotilla("runs", "--state", "failed", "--state", "cancelled", "--json").json
+    assert {row["state"] for row in not_succeeded} <= {"failed", "cancelled"}
+    assert not_succeeded
     noops = flotilla("runs", "--action", "noop", "--state", "succeeded", "--limit", "1", "--json").json
     assert [row["action"] for row in noops] == ["noop"]
 
 
-def test_one_run_is_shown_in_full(flotilla: CommandLine, harbour: Harbour) -> None:
+def test_runs_with_an_id_shows_all_fields_of_a_run(flotilla: CommandLine, harbour: Harbour) -> None:
     made = flotilla("trigger", "weigh", "--payload", '{"weight": 3}', "--follow", "--json").lines[-1]["run"]
     shown = flotilla("runs", str(made))
     assert shown.out.startswith(f"run {made} of weigh: succeeded\n")
@@ -527,7 +527,7 @@ def test_one_run_is_shown_in_full(flotilla: CommandLine, harbour: Harbour) -> No
     assert flotilla("runs", "show", str(made), "--json").json == harbour.instance.run(made)
 
 
-def test_a_run_that_waits_for_its_time_shows_when_that_is_and_can_be_hurried(flotilla: CommandLine) -> None:
+def test_a_run_for_later_shows_its_time_and_can_be_made_due(flotilla: CommandLine) -> None:
     made = flotilla("trigger", "noop", "--run-at", "2999-01-01T00:00:00Z", "--json").json
     (row,) = table(flotilla("runs", "--state", "pending", "--action", "noop").out)
     assert re.match(r"due (2999-01-01|2998-12-31)", row["STARTED"])
@@ -535,18 +535,18 @@ def test_a_run_that_waits_for_its_time_shows_when_that_is_and_can_be_hurried(flo
     eventually(lambda: state_of(flotilla, made["id"]) == "succeeded")
 
 
-def test_a_run_that_runs_is_cancelled_where_it_runs(flotilla: CommandLine) -> None:
+def test_a_running_run_is_cancelled_on_its_instance(flotilla: CommandLine) -> None:
     made = flotilla("trigger", "nap", "--payload", '{"seconds": 60}', "--json").json
     eventually(lambda: state_of(flotilla, made["id"]) == "running")
-    said = flotilla("runs", "cancel", str(made["id"]))
-    assert "harbour is asked to stop it" in said.out or "cancelled" in said.out
+    message = flotilla("runs", "cancel", str(made["id"]))
+    assert "harbour is asked to stop it" in message.out or "cancelled" in message.out
     eventually(lambda: state_of(flotilla, made["id"]) == "cancelled")
     again = flotilla("runs", "cancel", str(made["id"]))
     assert again.code == 1
     assert "cannot be cancelled" in again.err
 
 
-def test_a_failed_run_is_tried_again_under_its_id(flotilla: CommandLine) -> None:
+def test_retry_runs_a_failed_run_again_with_the_same_id(flotilla: CommandLine) -> None:
     run_id = flotilla("trigger", "give-up", "--follow", "--json").lines[-1]["run"]
     failed = flotilla("runs", str(run_id), "--json").json
     again = flotilla("runs", "retry", str(failed["id"]), "--json").json
@@ -559,7 +559,7 @@ def test_a_failed_run_is_tried_again_under_its_id(flotilla: CommandLine) -> None
     assert "trigger the action" in refused.err
 
 
-def test_all_that_failed_is_tried_again_at_once(flotilla: CommandLine) -> None:
+def test_retry_all_retries_all_failed_runs_of_an_action(flotilla: CommandLine) -> None:
     run_id = flotilla("trigger", "give-up", "--follow", "--json").lines[-1]["run"]
     assert (
         flotilla("runs", "retry-all", "--action", "give-up", "--until", "9h").out
@@ -571,7 +571,7 @@ def test_all_that_failed_is_tried_again_at_once(flotilla: CommandLine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["retry-all", "--action", "nothing"], 5, "there is no action 'nothing'"),
         (["retry-all"], 2, "--action"),
@@ -590,40 +590,40 @@ def test_all_that_failed_is_tried_again_at_once(flotilla: CommandLine) -> None:
         (["--json", "1"], 2, "belongs to the list"),
     ],
 )
-def test_wrong_usage_of_runs_is_said_in_a_sentence(
-    flotilla: CommandLine, arguments: list[str], code: int, said: str
+def test_wrong_usage_of_runs_is_answered_with_a_message(
+    flotilla: CommandLine, arguments: list[str], code: int, message: str
 ) -> None:
     done = flotilla("runs", *arguments)
     assert done.code == code
-    assert said in done.err
+    assert message in done.err
 
 
-def test_list_shows_how_many_runs_each_instance_has_under_way(flotilla: CommandLine) -> None:
+def test_list_shows_the_number_of_running_runs_of_each_instance(flotilla: CommandLine) -> None:
     made = flotilla("trigger", "nap", "--payload", '{"seconds": 60}', "--json").json
     eventually(lambda: [row["RUNNING"] for row in table(flotilla("list").out)] == ["1"])
     flotilla("runs", "cancel", str(made["id"]))
 
 
-# -- how things are written -------------------------------------------------------------------------------------------
+# -- formats ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("seconds", "written"),
     [(0.2, "0 s"), (59, "59 s"), (61, "1 min"), (3599, "59 min"), (7260, "2 h 1 min"), (90000, "1 d 1 h")],
 )
-def test_a_distance_in_time_is_written_as_people_say_it(seconds: float, written: str) -> None:
+def test_a_rough_duration_has_at_most_two_units(seconds: float, written: str) -> None:
     assert rough_duration(seconds) == written
 
 
 @pytest.mark.parametrize(("seconds", "written"), [(0.0123, "12 ms"), (2.25, "2.2 s"), (75, "0:01:15")])
-def test_how_long_it_took_is_written_to_the_millisecond_while_that_matters(seconds: float, written: str) -> None:
+def test_a_short_duration_is_printed_with_milliseconds_and_a_long_one_without(seconds: float, written: str) -> None:
     began = datetime(2030, 1, 1, tzinfo=UTC)
     assert duration(began, began + timedelta(seconds=seconds)) == written
 
 
-def test_of_many_names_the_first_few_are_shown() -> None:
+def test_a_long_list_of_names_is_abbreviated() -> None:
     assert abbreviated(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
 
 
-def test_nothing_from_the_database_moves_the_cursor() -> None:
+def test_control_characters_from_the_database_are_escaped() -> None:
     assert clean("torn\x1b[2J\x07\u202e") == "torn\\x1b[2J\\x07\\u202e"

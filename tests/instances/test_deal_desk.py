@@ -1,7 +1,7 @@
 """The example service `examples/deal_desk`, on three instances for a minute, while they are killed and upstreams fail.
 
-The upstreams are a process that nobody kills. They keep a record of all that reached them, and each promise of the desk
-is decided from that record (`examples/deal_desk/verdict.py`): what the desk itself believes is not asked.
+The upstreams are a separate process that is not killed. They record all requests, and each promise of the desk is
+checked against that record (`examples/deal_desk/verdict.py`), not against the tables of the desk.
 """
 
 import json
@@ -31,18 +31,18 @@ pytestmark = pytest.mark.long
 
 DESK = [sys.executable, "-m", "examples.deal_desk"]
 MINUTE = 60.0
-# How long it may take to come to rest; twice. Together with the minute, less than a test may take.
+# The longest time for each of the two waits at the end. Together with the minute, less than a test may take.
 PATIENCE = 40.0
-# Every so many seconds, one is killed.
+# Seconds between two kills, at least and at most.
 BETWEEN_KILLS = (3.0, 7.0)
-HURRY = {
+FAST = {
     "DESK_FILINGS_EVERY": "1s",
     "DESK_HALTS_EVERY": "1",
     "DESK_SOURCES_EVERY": "3s",
     "DESK_MAX_RETRY_DELAY": "1s",
-    # Of ten that are allowed within any second; where the upstream itself is held up, requests come closer together.
+    # The upstream allows ten within any second; if the upstream is delayed, requests arrive closer together.
     "DESK_EDGAR_RATE": "4/s",
-    # So many filings at once that reading them all at once would be too many.
+    # Enough filings at once that reading all of them at once would exceed the rate.
     "DESK_WORLD_EVERY": "6",
     "DESK_WORLD_BUNCH": "15",
     "DESK_WORLD_REFUSES": "0.3",
@@ -55,7 +55,7 @@ class Outcome:
     verdict: Verdict
     kills: int
     rested: bool
-    taken_over: int
+    rescued: int
     undelivered: int
 
 
@@ -64,7 +64,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         port = str(free_port())
-        self.env = {**HURRY, "DESK_WORLD_PORT": port, "DESK_WORLD_FILE": str(folder / "world.sqlite3")}
+        self.env = {**FAST, "DESK_WORLD_PORT": port, "DESK_WORLD_FILE": str(folder / "world.sqlite3")}
         self.url = f"http://127.0.0.1:{port}"
         with (folder / "world.log").open("wb") as log:
             self._process = start([*DESK, "world"], environment(None, self.env), log, plain=True)
@@ -88,7 +88,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def outcome(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
-    """What came of the minute."""
+    """The result of the minute, which the tests check."""
     folder = tmp_path_factory.mktemp("desk")
     address = postgres.new_migrated_database()
     world = World(folder)
@@ -99,18 +99,18 @@ def outcome(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Ite
             Fleet(address, folder, FLOTILLA_POOL_MAX="8", FLOTILLA_LOG_LEVEL="warning", **desk) as fleet,
             psycopg.connect(address, autocommit=True) as session,
         ):
-            killed = minute(fleet)
-            rested = rests(world, session)
+            killed = run_for_a_minute(fleet)
+            rested = wait_until_all_is_done(world, session)
             verdict = judge(world.record(), killed)
             print("\n".join(lines(verdict)))  # noqa: T201 — shown when one of the tests fails
-            yield Outcome(verdict, len(killed), rested, taken_over(session), undelivered(session))
+            yield Outcome(verdict, len(killed), rested, count_rescued_runs(session), count_undelivered(session))
     finally:
         world.end()
         postgres.drop(address)
 
 
-def minute(fleet: Fleet) -> dict[str, float]:
-    """Run three for a minute, and kill one after the other; return when each caller was killed."""
+def run_for_a_minute(fleet: Fleet) -> dict[str, float]:
+    """Run three instances for a minute, and kill one after the other; return when each caller was killed."""
     chance = random.Random(7)
     instances = fleet.start(3)
     killed: dict[str, float] = {}
@@ -124,25 +124,29 @@ def minute(fleet: Fleet) -> dict[str, float]:
     return killed
 
 
-def rests(world: World, session: psycopg.Connection[TupleRow]) -> bool:
-    """Let nothing new appear, and wait until every feed was looked at once more, and what followed is done."""
+def wait_until_all_is_done(world: World, session: psycopg.Connection[TupleRow]) -> bool:
+    """Let nothing new appear, and wait until every feed was polled once more, and all runs that follow have ended."""
     world.be_quiet()
     quiet_at = time.time()
 
-    def looked() -> bool:
+    def all_feeds_were_polled() -> bool:
         halts = any(each.upstream == "halts" and each.at > quiet_at + 1 for each in world.record().requests)
-        return halts and ended(session, "watch-filings", quiet_at) and ended(session, "survey-sources", quiet_at)
+        return (
+            halts
+            and has_succeeded_since(session, "watch-filings", quiet_at)
+            and has_succeeded_since(session, "survey-sources", quiet_at)
+        )
 
     try:
-        eventually(looked, within=PATIENCE, every=0.5)
-        eventually(lambda: under_way(session) == 0, within=PATIENCE, every=0.5)
+        eventually(all_feeds_were_polled, within=PATIENCE, every=0.5)
+        eventually(lambda: unfinished(session) == 0, within=PATIENCE, every=0.5)
     except AssertionError:
         return False
     return True
 
 
-def ended(session: psycopg.Connection[TupleRow], action: str, since: float) -> bool:
-    """Whether a run of it that began since has succeeded, with numbers alone in what it returned."""
+def has_succeeded_since(session: psycopg.Connection[TupleRow], action: str, since: float) -> bool:
+    """Whether a run of the action that began since then has succeeded, with only numbers in its result."""
     rows = session.execute(
         """
         SELECT r.result::text
@@ -155,18 +159,18 @@ def ended(session: psycopg.Connection[TupleRow], action: str, since: float) -> b
     return any(all(isinstance(each, int) for each in json.loads(row[0]).values()) for row in rows)
 
 
-def under_way(session: psycopg.Connection[TupleRow]) -> int:
+def unfinished(session: psycopg.Connection[TupleRow]) -> int:
     statement = "SELECT count(*) FROM flotilla.runs AS r JOIN flotilla.actions AS a ON a.id = r.action_id"
     return number(session, f"{statement} WHERE a.name = ANY (%s)", FOLLOW_UPS)
 
 
-def taken_over(session: psycopg.Connection[TupleRow]) -> int:
-    """How many runs went on after the death of their instance."""
+def count_rescued_runs(session: psycopg.Connection[TupleRow]) -> int:
+    """Count the runs that continued after the death of their instance."""
     died = "SELECT count(DISTINCT run_id) FROM flotilla.run_events WHERE data::text LIKE %s"
     return number(session, died, "%died while it ran it%")
 
 
-def undelivered(session: psycopg.Connection[TupleRow]) -> int:
+def count_undelivered(session: psycopg.Connection[TupleRow]) -> int:
     return number(session, "SELECT count(*) FROM deal_desk.alerts WHERE delivered_at IS NULL")
 
 
@@ -176,17 +180,17 @@ def number(session: psycopg.Connection[TupleRow], statement: str, *values: objec
     return int(row[0])
 
 
-def test_the_minute_was_a_hard_one(outcome: Outcome) -> None:
-    """Otherwise the rest would say little."""
+def test_the_minute_had_enough_faults_to_test_the_promises(outcome: Outcome) -> None:
+    """Without enough faults, the other tests would prove little."""
     verdict = outcome.verdict
     assert outcome.kills >= 3
-    assert outcome.taken_over >= 1
+    assert outcome.rescued >= 1
     assert verdict.filings >= 120
     assert verdict.posts["refused"] >= 0.2 * verdict.posts.total()
     assert verdict.posts["lost"] >= 1
 
 
-def test_it_comes_to_rest_when_nothing_new_appears(outcome: Outcome) -> None:
+def test_all_work_is_completed_after_nothing_new_appears(outcome: Outcome) -> None:
     assert outcome.rested
 
 
@@ -199,36 +203,36 @@ def test_no_alert_is_lost(outcome: Outcome) -> None:
     assert outcome.undelivered == 0
 
 
-def test_no_alert_is_delivered_twice_unless_the_chat_did_not_answer_or_its_caller_was_killed_right_then(
+def test_no_alert_is_delivered_twice_except_where_the_result_cannot_be_known(
     outcome: Outcome,
 ) -> None:
     assert outcome.verdict.not_excused == []
 
 
-def test_halts_are_looked_at_by_one_instance_at_a_time(outcome: Outcome) -> None:
-    """A turn ends with its instance; one or two more, if it was lost for another reason."""
+def test_one_instance_at_a_time_polls_the_halts(outcome: Outcome) -> None:
+    """A turn ends with its instance. Three more turns are allowed, because a turn can be lost for other reasons."""
     assert len(outcome.verdict.turns) <= outcome.kills + 3
 
 
-def test_the_rate_of_no_upstream_is_exceeded(outcome: Outcome) -> None:
+def test_no_upstream_receives_more_requests_than_it_allows(outcome: Outcome) -> None:
     assert outcome.verdict.too_often == Counter()
 
 
-def test_research_is_paid_once_for_each_deal_although_calls_are_cut_short(outcome: Outcome) -> None:
+def test_research_is_paid_once_for_each_deal_although_calls_are_interrupted(outcome: Outcome) -> None:
     verdict = outcome.verdict
     assert (verdict.paid_twice, verdict.not_paid) == ([], [])
     assert verdict.charges == verdict.deals
-    assert verdict.calls > verdict.charges, "some were called again"
+    assert verdict.calls > verdict.charges, "some calls were repeated"
 
 
-# -- the world, where nobody has started one --------------------------------------------------------------------------
+# -- upstreams that the desk starts itself ----------------------------------------------------------------------------
 
 
-def test_a_desk_starts_its_upstreams_itself_and_their_record_outlives_the_instance_that_had_them(
+def test_the_desk_hosts_its_upstreams_and_their_record_survives_the_hosting_instance(
     address: str, tmp_path: Path
 ) -> None:
     port = str(free_port())
-    own = HURRY | {"DESK_WORLD_PORT": port, "DESK_WORLD_FILE": str(tmp_path / "world.sqlite3")}
+    own = FAST | {"DESK_WORLD_PORT": port, "DESK_WORLD_FILE": str(tmp_path / "world.sqlite3")}
     url = f"http://127.0.0.1:{port}"
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS="examples.deal_desk", **own) as fleet:
         instances = fleet.start(2)

@@ -1,4 +1,4 @@
-"""How instances die, how the others learn of it, and what must not be taken for death."""
+"""How instances die, how the leader detects that, and which events must not lead to a declaration."""
 
 import time
 from typing import Any
@@ -23,7 +23,7 @@ def wait_for_more(instance: InstanceProcess, event: str, than: int) -> None:
 
 
 def presence_backend(postgres: Postgres, address: str, identifier: int) -> int:
-    """The backend that holds an instance's presence lock."""
+    """Return the backend that holds the presence lock of an instance."""
     with postgres.session(address.rpartition("/")[2]) as session:
         found = session.execute(
             "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND objid = %s "
@@ -47,7 +47,7 @@ def test_a_killed_follower_is_declared_gone_and_the_leader_stays(fleet: Fleet) -
     assert leader_of(others(instances, victim)) is leader
 
 
-def test_a_killed_leader_is_declared_gone_and_another_leads(fleet: Fleet) -> None:
+def test_a_killed_leader_is_declared_gone_and_another_instance_leads(fleet: Fleet) -> None:
     instances = fleet.start(3)
     leader = leader_of(instances)
     name = leader.me()["name"]
@@ -60,7 +60,7 @@ def test_a_killed_leader_is_declared_gone_and_another_leads(fleet: Fleet) -> Non
     assert sum(each["leader"] for each in view["instances"]) == 1
 
 
-def test_a_frozen_instance_loses_its_lease_and_comes_back_as_somebody_new(fleet: Fleet) -> None:
+def test_a_frozen_instance_loses_its_lease_and_rejoins_with_a_new_id(fleet: Fleet) -> None:
     instances = fleet.start(3)
     frozen = leader_of(instances)
     before = frozen.me()
@@ -68,7 +68,9 @@ def test_a_frozen_instance_loses_its_lease_and_comes_back_as_somebody_new(fleet:
     frozen.freeze()
     began = time.monotonic()
     eventually(lambda: row(witness, before["name"])["state"] == "gone")
-    assert time.monotonic() - began > 2.5, "the server let go before the instance would have fenced itself"
+    assert time.monotonic() - began > 2.5, (
+        "the server ended the session before the instance would have stopped by itself"
+    )
     assert witness.instances()["leader"] != before["name"]
     frozen.thaw()
 
@@ -83,8 +85,10 @@ def test_a_frozen_instance_loses_its_lease_and_comes_back_as_somebody_new(fleet:
     assert states[after["id"]] == "ready"
 
 
-def test_a_frozen_candidate_loses_its_place_in_the_queue_with_its_identity(fleet: Fleet, postgres: Postgres) -> None:
-    """Its session waits for a lock, which no timer of the server ends; its turn would come and nobody would lead."""
+def test_a_frozen_candidate_that_is_declared_gone_leaves_the_queue_for_leadership(
+    fleet: Fleet, postgres: Postgres
+) -> None:
+    """No timer of the server ends a session that waits for a lock; a frozen candidate could become the leader."""
     (leader,) = fleet.start()
     leader_of([leader])
     (frozen,) = fleet.start()
@@ -103,7 +107,7 @@ def test_a_frozen_candidate_loses_its_place_in_the_queue_with_its_identity(fleet
     frozen.wait_ready()
 
 
-def test_a_terminated_link_is_taken_up_again_under_the_same_id(fleet: Fleet, postgres: Postgres) -> None:
+def test_an_instance_reconnects_a_terminated_link_with_the_same_id(fleet: Fleet, postgres: Postgres) -> None:
     instances = fleet.start(2)
     before = {instance.port: instance.me()["id"] for instance in instances}
     for _ in range(5):
@@ -122,7 +126,9 @@ def test_a_terminated_link_is_taken_up_again_under_the_same_id(fleet: Fleet, pos
 
 
 @pytest.mark.parametrize("mode", ["immediate", "fast"])
-def test_a_restart_of_the_database_is_nobodys_death(own_postgres: Postgres, tmp_path: Any, mode: str) -> None:
+def test_no_instance_is_declared_gone_because_the_database_restarts(
+    own_postgres: Postgres, tmp_path: Any, mode: str
+) -> None:
     with Fleet(own_postgres.address_of(), tmp_path) as fleet:
         instances = fleet.start(3)
         leader_of(instances)
@@ -135,7 +141,7 @@ def test_a_restart_of_the_database_is_nobodys_death(own_postgres: Postgres, tmp_
         for instance in instances:
             instance.wait_ready()
         assert {instance.port: instance.me()["id"] for instance in instances} == before
-        # Longer than the leader waits after a restart: a false verdict would have been given by now.
+        # Longer than the leader waits after a restart: a wrong declaration would have been made by now.
         leader_of(instances)
         time.sleep(4)
         assert {instance.port: instance.me()["id"] for instance in instances} == before
@@ -144,8 +150,10 @@ def test_a_restart_of_the_database_is_nobodys_death(own_postgres: Postgres, tmp_
         )
 
 
-def test_a_failover_to_the_standby_is_nobodys_death(own_postgres: Postgres, tmp_path: Any) -> None:
-    """Advisory locks are not replicated: on the new primary every presence lock is free at once."""
+def test_no_instance_is_declared_gone_because_of_a_failover_to_the_standby(
+    own_postgres: Postgres, tmp_path: Any
+) -> None:
+    """Advisory locks are not replicated: on the new primary all presence locks are free at first."""
     standby = own_postgres.standby(own_postgres.home.parent / "standby")
     both = (
         f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{standby.port} user=postgres dbname=postgres "
@@ -174,8 +182,8 @@ def test_a_failover_to_the_standby_is_nobodys_death(own_postgres: Postgres, tmp_
         standby.destroy()
 
 
-def test_a_demoted_primary_is_left_by_link_and_pool(own_postgres: Postgres, tmp_path: Any) -> None:
-    """It still answers, and refuses only what is written: the heartbeat finds out first."""
+def test_the_link_and_the_pool_leave_a_demoted_primary(own_postgres: Postgres, tmp_path: Any) -> None:
+    """The former primary still answers queries and refuses only writes: the heartbeat detects that first."""
     standby = own_postgres.standby(own_postgres.home.parent / "standby")
     both = f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{standby.port} user=postgres dbname=postgres"
     try:
@@ -194,7 +202,7 @@ def test_a_demoted_primary_is_left_by_link_and_pool(own_postgres: Postgres, tmp_
         standby.destroy()
 
 
-def test_one_that_dies_while_the_database_is_down_is_found_out_afterwards(
+def test_an_instance_that_dies_during_an_outage_is_declared_gone_after_it(
     own_postgres: Postgres, tmp_path: Any
 ) -> None:
     with Fleet(own_postgres.address_of(), tmp_path) as fleet:
@@ -210,10 +218,10 @@ def test_one_that_dies_while_the_database_is_down_is_found_out_afterwards(
         eventually(lambda: row(survivor, name)["state"] == "gone")
 
 
-def test_a_crash_of_the_server_that_keeps_its_postmaster_is_nobodys_death(
+def test_no_instance_is_declared_gone_because_one_backend_of_the_server_crashes(
     own_postgres: Postgres, tmp_path: Any
 ) -> None:
-    """One backend killed: the server ends all sessions and starts anew, and its start time does not tell."""
+    """After the crash of one backend, the server ends all sessions and recovers, and its start time does not change."""
     with Fleet(own_postgres.address_of(), tmp_path) as fleet:
         instances = fleet.start(3)
         leader_of(instances)
@@ -232,7 +240,7 @@ def test_a_crash_of_the_server_that_keeps_its_postmaster_is_nobodys_death(
         assert not any(instance.lines("instance.gone") for instance in instances)
 
 
-def test_a_blocked_event_loop_does_not_look_dead(fleet: Fleet) -> None:
+def test_an_instance_with_a_blocked_event_loop_is_not_declared_gone(fleet: Fleet) -> None:
     instances = fleet.start(2)
     busy, witness = instances
     before = busy.me()
@@ -243,7 +251,7 @@ def test_a_blocked_event_loop_does_not_look_dead(fleet: Fleet) -> None:
             seen = row(witness, before["name"])
             assert seen["state"] == "ready"
             assert seen["id"] == before["id"]
-            # A beat of late, although it has been blocked for longer than that.
+            # The heartbeat is recent, although the event loop has been blocked for longer than its age.
             beats += seen["heartbeat_age_ms"] / 1000 < time.monotonic() - began - LEASE
             time.sleep(0.1)
     assert beats

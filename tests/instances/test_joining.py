@@ -9,7 +9,7 @@ from tests.support.postgres import Postgres, eventually
 
 
 @pytest.mark.empty_database
-def test_twenty_started_at_once_get_twenty_names_one_leader_and_migrate_once(fleet: Fleet) -> None:
+def test_twenty_instances_started_at_once_have_unique_names_one_leader_and_migrate_once(fleet: Fleet) -> None:
     instances = fleet.start(20, FLOTILLA_POOL_MIN="1", FLOTILLA_POOL_MAX="4")
     eventually(lambda: instances[0].instances()["leader"])
     view = instances[0].instances()
@@ -24,7 +24,7 @@ def test_twenty_started_at_once_get_twenty_names_one_leader_and_migrate_once(fle
     assert all(instance.instances()["leader"] == view["leader"] for instance in instances)
 
 
-def test_numbers_in_names_are_never_used_again(fleet: Fleet) -> None:
+def test_the_number_in_a_generated_name_is_never_reused(fleet: Fleet) -> None:
     (first,) = fleet.start()
     name = first.me()["name"]
     first.terminate()
@@ -35,7 +35,7 @@ def test_numbers_in_names_are_never_used_again(fleet: Fleet) -> None:
     assert by_name(second.instances())[name]["state"] == "gone"
 
 
-def test_a_name_in_use_is_refused_with_what_to_do(fleet: Fleet) -> None:
+def test_a_name_in_use_is_refused_with_advice(fleet: Fleet) -> None:
     (holder,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
     late = fleet.launch(FLOTILLA_INSTANCE_NAME="harbour")
 
@@ -47,7 +47,7 @@ def test_a_name_in_use_is_refused_with_what_to_do(fleet: Fleet) -> None:
     assert holder.is_ready()
 
 
-def test_the_name_of_a_killed_instance_is_free_at_once_even_with_nobody_left_to_see_it_die(fleet: Fleet) -> None:
+def test_the_name_of_a_killed_instance_is_free_at_once_without_other_instances(fleet: Fleet) -> None:
     (first,) = fleet.start(FLOTILLA_INSTANCE_NAME="harbour")
     number = first.me()["id"]
     first.kill()
@@ -56,7 +56,7 @@ def test_the_name_of_a_killed_instance_is_free_at_once_even_with_nobody_left_to_
     assert second.me()["id"] > number
 
 
-def test_a_workspace_is_exclusive_until_forced(fleet: Fleet) -> None:
+def test_a_workspace_is_exclusive_unless_it_is_forced(fleet: Fleet) -> None:
     (owner,) = fleet.start(FLOTILLA_WORKSPACE="volume-1")
     late = fleet.launch(FLOTILLA_WORKSPACE="volume-1")
     assert late.wait_exit() == 3
@@ -69,7 +69,7 @@ def test_a_workspace_is_exclusive_until_forced(fleet: Fleet) -> None:
     assert owner.is_ready()
 
 
-def test_two_namespaces_in_one_database_see_nothing_of_each_other(fleet: Fleet, postgres: Postgres) -> None:
+def test_two_namespaces_in_one_database_are_independent(fleet: Fleet, postgres: Postgres) -> None:
     red = fleet.start(2, FLOTILLA_NAMESPACE="red")
     blue = fleet.start(2, FLOTILLA_NAMESPACE="blue-sea")
     for instances, namespace in ((red, "red"), (blue, "blue-sea")):
@@ -82,17 +82,17 @@ def test_two_namespaces_in_one_database_see_nothing_of_each_other(fleet: Fleet, 
 
     database = fleet.address.rpartition("/")[2]
     with postgres.session(database) as session:
-        # The same ids, in the same database, at the same time: only the first number of the lock tells them apart.
+        # The same ids in the same database at the same time: the lock keys differ only in their first number.
         rows = session.execute(
             "SELECT classid::regnamespace::text, array_agg(objid::int ORDER BY objid) FROM pg_locks "
             "WHERE locktype = 'advisory' AND objsubid = 2 AND granted "
             "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) GROUP BY 1"
         ).fetchall()
         assert dict(rows) == {"red": [1, 2], "blue_sea": [1, 2]}
-        # A notification to one's channel is not heard by the other: ask an id that both have.
+        # A notification on one channel does not reach the other namespace: send one with an id that both have.
         session.execute("SELECT pg_notify('red', 'drain:1')")
 
-    # The same name in both: the row decides, and each has its own.
+    # `red-1` exists only in the namespace `red`, and each namespace reads its own rows.
     asked = run("down", "red-1", address=fleet.address, env={"FLOTILLA_NAMESPACE": "blue-sea"})
     assert asked.returncode == 5
     assert all(instance.is_ready() for instance in [*red, *blue])

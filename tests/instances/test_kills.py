@@ -1,4 +1,4 @@
-"""No acknowledged run is lost, and none has its effect twice, whoever is killed at whatever moment."""
+"""No acknowledged run is lost, and none has its effect twice, although instances are killed at random moments."""
 
 import random
 import time
@@ -29,10 +29,10 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.long
-def test_thirty_kills_with_two_hundred_runs_in_flight(fleet: Fleet, address: str) -> None:
-    """Runs are topped up to two hundred all the time; one instance after the other is killed and replaced.
+def test_no_run_is_lost_or_doubled_in_thirty_kills_with_two_hundred_runs_in_flight(fleet: Fleet, address: str) -> None:
+    """There are always two hundred unfinished runs; one instance after the other is killed and replaced.
 
-    It takes as long as thirty instances need to start, one after the other.
+    The test takes long because thirty instances start one after the other.
     """
     chance = random.Random(20)
     instances = fleet.start(INSTANCES)
@@ -51,11 +51,11 @@ def test_thirty_kills_with_two_hundred_runs_in_flight(fleet: Fleet, address: str
         eventually(lambda: session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,), within=60)
         states: dict[int, str] = dict(session.execute("SELECT id, state FROM flotilla.finished_runs").fetchall())
         effects = effects_of(session)
-        taken_over = session.execute("SELECT count(*) FROM flotilla.finished_runs WHERE attempt > 1").fetchone()
+        rescued = session.execute("SELECT count(*) FROM flotilla.finished_runs WHERE attempt > 1").fetchone()
     assert {states.get(run_id) for run_id in acknowledged} == {"succeeded"}
     assert effects == dict.fromkeys(acknowledged, 1)
-    assert taken_over is not None
-    assert taken_over[0] >= KILLS, "runs were under way on those that were killed"
+    assert rescued is not None
+    assert rescued[0] >= KILLS, "the killed instances were executing runs"
 
 
 def effects_of(session: psycopg.Connection[TupleRow]) -> dict[int, int]:
@@ -65,17 +65,19 @@ def effects_of(session: psycopg.Connection[TupleRow]) -> dict[int, int]:
 def top_up(session: psycopg.Connection[TupleRow], instance: InstanceProcess, chance: random.Random) -> list[int]:
     row = session.execute("SELECT count(*) FROM flotilla.runs").fetchone()
     assert row is not None
-    wanted = IN_FLIGHT - row[0]
-    if wanted <= 0:
+    missing = IN_FLIGHT - row[0]
+    if missing <= 0:
         return []
     names = ("note", "note-in-thread")
-    runs = [{"action": chance.choice(names), "payload": {"seconds": chance.uniform(0, 2)}} for _ in range(wanted)]
+    runs = [{"action": chance.choice(names), "payload": {"seconds": chance.uniform(0, 2)}} for _ in range(missing)]
     return instance.trigger_all(runs)
 
 
-def test_runs_of_a_killed_leader_go_on_elsewhere_with_their_checkpoint(fleet: Fleet, tmp_path: Path) -> None:
+def test_runs_of_a_killed_leader_continue_from_their_checkpoint_on_another_instance(
+    fleet: Fleet, tmp_path: Path
+) -> None:
     (leader,) = fleet.start()
-    # None of them ends before the leader is killed.
+    # No run ends before the leader is killed.
     gate = tmp_path / "gate"
     payload = {"steps": 20, "seconds": 0.05, "gate": str(gate)}
     ids = leader.trigger_all([{"action": "walk", "payload": payload}] * 10)
@@ -85,14 +87,14 @@ def test_runs_of_a_killed_leader_go_on_elsewhere_with_their_checkpoint(fleet: Fl
     gate.touch()
     for run in [other.ended(run_id) for run_id in ids]:
         assert (run["state"], run["attempt"]) == ("succeeded", 2)
-        assert len(run["result"]["instances"]) == 2, "it did not begin again from nothing"
+        assert len(run["result"]["instances"]) == 2, "the run continued from its checkpoint"
 
 
-def test_a_key_that_a_killed_attempt_was_at_is_processed_by_the_next_one_with_one_effect(
+def test_the_key_of_a_killed_attempt_is_processed_by_the_next_one_with_one_effect(
     fleet: Fleet, address: str, tmp_path: Path
 ) -> None:
     (owner,) = fleet.start()
-    # A gate that never opens: killed with the effect written, and not committed.
+    # The gate never opens: the attempt is killed after it has written the effect and before it commits.
     run_id = owner.trigger("sift", {"key": "k", "gate": str(tmp_path / "shut")})["id"]
     with psycopg.connect(address, autocommit=True) as session:
         eventually(lambda: session.execute("SELECT 1 FROM flotilla.once_keys WHERE state = 'pending'").fetchone())
@@ -104,17 +106,17 @@ def test_a_key_that_a_killed_attempt_was_at_is_processed_by_the_next_one_with_on
         assert session.execute("SELECT state FROM flotilla.once_keys").fetchall() == [("seen",)]
 
 
-def test_two_instances_triggered_at_the_same_moment_with_the_same_key_make_one_run(fleet: Fleet) -> None:
+def test_concurrent_triggers_with_one_key_on_two_instances_make_one_run(fleet: Fleet) -> None:
     instances = fleet.start(2)
     with ThreadPoolExecutor(8) as pool:
         for number in range(100):
-            asked = [pool.submit(instance.trigger, "noop", key=f"k-{number}") for instance in instances * 4]
-            assert len({each.result()["id"] for each in asked}) == 1
+            triggered = [pool.submit(instance.trigger, "noop", key=f"k-{number}") for instance in instances * 4]
+            assert len({each.result()["id"] for each in triggered}) == 1
 
 
 @pytest.mark.long
-def test_a_database_that_is_away_for_twenty_seconds_loses_nothing(own_postgres: Postgres, tmp_path: Path) -> None:
-    """For longer than anything that might give up: leases, patience, the grace of names, a pool's pauses."""
+def test_no_run_is_lost_in_an_outage_of_the_database_of_twenty_seconds(own_postgres: Postgres, tmp_path: Path) -> None:
+    """The outage is longer than all timeouts: leases, patience, grace periods, and the pauses of the pool."""
     address = own_postgres.address_of()
     with psycopg.connect(address, autocommit=True) as session:
         session.execute(EFFECTS)
@@ -134,4 +136,4 @@ def test_a_database_that_is_away_for_twenty_seconds_loses_nothing(own_postgres: 
         with psycopg.connect(address) as session:
             effects = effects_of(session)
         assert effects == dict.fromkeys(ids, 1)
-        assert [instance.me()["id"] for instance in instances] == before, "and nobody had to be restarted"
+        assert [instance.me()["id"] for instance in instances] == before, "no instance had to be restarted"

@@ -1,4 +1,4 @@
-"""Whoever was frozen, taken for dead and comes back, changes nothing any more."""
+"""An instance that was frozen, declared gone and continues cannot change its former runs."""
 
 import re
 import time
@@ -22,7 +22,7 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
         yield own
 
 
-def test_each_late_write_is_refused_and_counted(fleet: Fleet, address: str) -> None:
+def test_each_late_write_of_a_frozen_instance_is_fenced_and_counted(fleet: Fleet, address: str) -> None:
     (owner,) = fleet.start()
     before = owner.me()
     with psycopg.connect(address, autocommit=True) as session:
@@ -42,8 +42,8 @@ def test_each_late_write_is_refused_and_counted(fleet: Fleet, address: str) -> N
 
     eventually(lambda: {line["what"] for line in owner.lines("run.fenced")} >= set(WRITES))
     owner.wait_ready()
-    counted = {what: float(count) for what, count in FENCED.findall(owner.client.get("/metrics").text)}
-    assert counted == dict.fromkeys(WRITES, 1.0)
+    fenced = {what: float(count) for what, count in FENCED.findall(owner.client.get("/metrics").text)}
+    assert fenced == dict.fromkeys(WRITES, 1.0)
     assert {run_id: other.run(run_id) for run_id in ids.values()} == ended
     with psycopg.connect(address) as session:
         assert session.execute("SELECT * FROM public.effects").fetchall() == []
@@ -51,7 +51,7 @@ def test_each_late_write_is_refused_and_counted(fleet: Fleet, address: str) -> N
     assert owner.me()["id"] != before["id"]
 
 
-def test_an_open_guarded_transaction_keeps_the_run_from_being_taken_over(fleet: Fleet, address: str) -> None:
+def test_a_run_is_not_rescued_during_an_open_guarded_transaction(fleet: Fleet, address: str) -> None:
     """The row is locked by the guard: no other attempt begins before this transaction has ended."""
     (owner,) = fleet.start(FLOTILLA_STATEMENT_TIMEOUT="4")
     run = owner.trigger("late", {"write": "completion"})

@@ -1,4 +1,4 @@
-"""Limits and breakers of real instances, of which one is frozen or killed."""
+"""Limits and breakers of real instances, one of which is frozen or killed."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
         yield own
 
 
-def test_a_limit_holds_in_any_period_even_if_an_instance_was_frozen_in_it(
+def test_a_limit_holds_in_any_period_even_while_an_instance_is_frozen(
     fleet: Fleet, address: str, tmp_path: Path
 ) -> None:
     # Each instance has room for one run, so each has one of the two runs.
@@ -55,9 +55,7 @@ def excess_with_a_freeze(
     return excess(instants, 1 / RATE, 1)
 
 
-def test_after_the_instance_of_the_probe_was_killed_the_next_probe_closes_the_breaker(
-    fleet: Fleet, address: str
-) -> None:
+def test_the_next_probe_closes_the_breaker_if_the_instance_of_the_first_is_killed(fleet: Fleet, address: str) -> None:
     (first,) = fleet.start()
     failed = first.ended(first.trigger("call", {"does": "fail"})["id"])
     assert failed["error"] == "ConnectionError: nobody answers"

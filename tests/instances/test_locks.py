@@ -39,7 +39,7 @@ def holder_of(instance: InstanceProcess, name: str) -> str | None:
     return held[name]["instance"] if name in held else None
 
 
-def runs_it(instances: Sequence[InstanceProcess], name: str) -> InstanceProcess:
+def wait_for_holder(instances: Sequence[InstanceProcess], name: str) -> InstanceProcess:
     """Return the instance that holds a lock, once there is one."""
 
     def find() -> InstanceProcess | None:
@@ -49,10 +49,10 @@ def runs_it(instances: Sequence[InstanceProcess], name: str) -> InstanceProcess:
     return eventually(find)
 
 
-def test_the_lock_of_a_killed_instance_is_granted_to_the_next_waiter_with_its_death(fleet: Fleet) -> None:
+def test_the_lock_of_a_killed_instance_is_granted_to_the_next_waiter(fleet: Fleet) -> None:
     instances = fleet.start(2)
     instances[0].trigger("hold-lock")
-    owner = runs_it(instances, "trial")
+    owner = wait_for_holder(instances, "trial")
     other = next(instance for instance in instances if instance is not owner)
     assert by_name(other.instances())[owner.me()["name"]]["locks"] == ["trial"]
     # Any instance may claim this run. If the lock's owner does, the run dies with it, and is rescued.
@@ -65,11 +65,11 @@ def test_the_lock_of_a_killed_instance_is_granted_to_the_next_waiter_with_its_de
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_holder_that_was_frozen_writes_nothing_guarded_after_the_next_one(fleet: Fleet, guarded: bool) -> None:
-    """Without the guard, it does: the lock alone does not prevent it."""
+def test_a_frozen_holder_commits_no_guarded_write_after_the_next_holder(fleet: Fleet, guarded: bool) -> None:
+    """Without the guard it commits one: the lock alone does not prevent that."""
     instances = fleet.start(2)
     late = instances[0].trigger("note-under-lock", {"late": True, "guarded": guarded})
-    owner = runs_it(instances, "trial")
+    owner = wait_for_holder(instances, "trial")
     other = next(instance for instance in instances if instance is not owner)
     owner.freeze()
     try:
@@ -89,7 +89,7 @@ def test_a_singleton_runs_on_one_instance_and_moves_when_that_instance_leaves_or
     instances = fleet.start(3, "serve", **WITH_BEACON)
     seen = []
     for end in (InstanceProcess.terminate, InstanceProcess.kill, None):
-        owner = runs_it(instances, "singleton:beacon")
+        owner = wait_for_holder(instances, "singleton:beacon")
         count = len(effects(fleet.address, "beacon"))
         eventually(lambda count=count: len(effects(fleet.address, "beacon")) > count + 2)  # type: ignore[misc]
         seen.append(owner)
@@ -100,11 +100,11 @@ def test_a_singleton_runs_on_one_instance_and_moves_when_that_instance_leaves_or
     tokens = [token for token, _ in effects(fleet.address, "beacon")]
     assert tokens == sorted(tokens)
     by_token = dict(effects(fleet.address, "beacon"))
-    assert len(set(by_token.values())) == 3, "on one instance after the other"
+    assert len(set(by_token.values())) == 3, "the singleton ran on three instances, one after the other"
 
 
 @pytest.mark.long
-def test_effects_stay_in_the_order_of_their_tokens_whatever_happens_to_the_holders(tmp_path: Path) -> None:
+def test_guarded_effects_commit_in_the_order_of_their_tokens_despite_faults(tmp_path: Path) -> None:
     """Six runs take a lock again and again, on instances that are killed, frozen and cut off; and the database crashes.
 
     An instance is frozen for longer than the `ttl` of the lock. The test takes half a minute, because it ends when each
@@ -121,7 +121,7 @@ def test_effects_stay_in_the_order_of_their_tokens_whatever_happens_to_the_holde
     assert overlaps == []
 
 
-def test_an_operator_sees_the_holder_of_a_lock_and_releases_it(fleet: Fleet) -> None:
+def test_the_command_line_shows_the_holder_of_a_lock_and_releases_it(fleet: Fleet) -> None:
     (instance,) = fleet.start()
     held = instance.trigger("hold-lock")
     eventually(lambda: holder_of(instance, "trial"))
@@ -142,7 +142,7 @@ def test_an_operator_sees_the_holder_of_a_lock_and_releases_it(fleet: Fleet) -> 
     assert overlaps == [], "a release is no anomaly"
 
 
-def test_a_forced_release_over_http_keeps_the_reason_and_the_name_of_the_key(fleet: Fleet) -> None:
+def test_a_forced_release_over_http_stores_the_reason_and_the_name_of_the_api_key(fleet: Fleet) -> None:
     key, line = (text.strip() for text in run("key", "ops", "--scope", "admin").stdout.splitlines()[1:4:2])
     (instance,) = fleet.start(FLOTILLA_API_KEYS=line)
     with httpx.Client(base_url=instance.url, headers={"authorization": f"Bearer {key}"}) as client:

@@ -1,4 +1,4 @@
-"""The log of a real process: every line in one shape, whoever wrote it, and with who and which request."""
+"""The log of a real process: all loggers use one format, with the instance and the request of each line."""
 
 import json
 
@@ -37,14 +37,14 @@ def test_in_production_every_line_is_json_with_namespace_instance_and_request(fl
     assert access["request_id"] == "find-me"
 
 
-def test_at_a_desk_lines_are_made_to_be_read(fleet: Fleet) -> None:
+def test_in_development_log_lines_are_plain_text(fleet: Fleet) -> None:
     (instance,) = fleet.start(FLOTILLA_LOG_FORMAT="auto")
-    # An instance is ready, and says so in its log a moment later.
+    # An instance logs that it is ready a moment after it has become ready.
     (line,) = eventually(lambda: [line for line in instance.text.splitlines() if "instance.ready" in line])
     assert "INFO    flotilla/flotilla-1 instance.ready port=" in line
 
 
-def test_a_request_that_fails_is_in_the_log_under_its_id_with_its_traceback(fleet: Fleet) -> None:
+def test_a_failed_request_is_logged_with_its_id_and_traceback(fleet: Fleet) -> None:
     (instance,) = fleet.start()
     answer = httpx.get(f"{instance.url}/trial/fail")
     assert answer.status_code == 500
@@ -53,4 +53,4 @@ def test_a_request_that_fails_is_in_the_log_under_its_id_with_its_traceback(flee
         lambda: [each for each in instance.lines("request.failed") if each["request_id"] == identifier]
     )
     assert "hunter2" in line["error"]
-    assert len([each for each in instance.text.splitlines() if "hunter2" in each]) == 1, "said once"
+    assert len([each for each in instance.text.splitlines() if "hunter2" in each]) == 1, "it is logged once"

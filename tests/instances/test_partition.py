@@ -1,6 +1,7 @@
-"""A network that is cut: the instance stops acting before the server lets go of it, and comes back as somebody new.
+"""A network that is cut: the instance stops acting before the server ends its session, and rejoins with a new id.
 
-Real network namespaces, real links taken down: no packet passes and nobody is told, which no proxy can imitate.
+The tests use network namespaces and take their interfaces down: no packet passes and neither side receives an error,
+which no proxy can imitate.
 """
 
 import secrets
@@ -21,7 +22,7 @@ from tests.support.tools import network_namespaces
 
 @dataclass(frozen=True)
 class Network:
-    """A network namespace with one cable to here."""
+    """A network namespace with one virtual cable to the namespace of the tests."""
 
     name: str
     here: str
@@ -31,8 +32,8 @@ class Network:
         subprocess.run(["ip", "link", "set", f"{self.name}h", state], check=True)
 
     @contextmanager
-    def watched(self, port: int, seen: Path, path: str = "/health/ready") -> Iterator["Watched"]:
-        """Ask again and again from inside, where the instance can be reached although nobody outside can."""
+    def probing(self, port: int, seen: Path, path: str = "/health/ready") -> Iterator["Probe"]:
+        """Probe the instance repeatedly from inside its namespace, where it stays reachable when the cable is down."""
         command = [
             "ip",
             "netns",
@@ -41,18 +42,18 @@ class Network:
             sys.executable,
             "-S",
             "-c",
-            WATCH,
+            PROBE,
             f"http://127.0.0.1:{port}{path}",
         ]
         with seen.open("w") as out, subprocess.Popen(command, stdout=out) as process:
             try:
-                yield Watched(seen)
+                yield Probe(seen)
             finally:
                 process.kill()
 
 
-# Writes down each change of the answer, with the time at which it was there.
-WATCH = """
+# Prints each change of the status, with the time.
+PROBE = """
 import sys, time, urllib.error, urllib.request
 last = None
 while True:
@@ -70,8 +71,8 @@ while True:
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The answers of an instance, as somebody beside it has seen them."""
+class Probe:
+    """The statuses that a prober in the network namespace of the instance has recorded."""
 
     seen: Path
 
@@ -80,7 +81,7 @@ class Watched:
         return [(float(at), int(status)) for at, status in lines]
 
     def since(self, status: int) -> float | None:
-        """When the present answer came, if it is this one."""
+        """Return the time of the latest answer, if it has this status."""
         answers = self.answers()
         return answers[-1][0] if answers and answers[-1][1] == status else None
 
@@ -118,8 +119,8 @@ def reachable_postgres() -> Iterator[Postgres]:
         yield running
 
 
-class Islander(InstanceProcess):
-    """An instance in a network namespace of its own."""
+class IsolatedInstance(InstanceProcess):
+    """An instance in its own network namespace."""
 
     def __init__(self, network: Network, postgres: Postgres, log: Path) -> None:
         self._network = network
@@ -130,27 +131,27 @@ class Islander(InstanceProcess):
         return ["ip", "netns", "exec", self._network.name, *super()._command(mode)]
 
 
-def test_a_cut_off_instance_fences_itself_before_the_server_lets_go_and_returns_as_somebody_new(
+def test_a_cut_off_instance_stops_before_it_is_declared_gone_and_rejoins_with_a_new_id(
     network: Network, reachable_postgres: Postgres, tmp_path: Path
 ) -> None:
     with Fleet(reachable_postgres.address_of(), tmp_path) as fleet:
         (witness,) = fleet.start()
-        island = Islander(network, reachable_postgres, tmp_path / "island.log")
+        island = IsolatedInstance(network, reachable_postgres, tmp_path / "island.log")
         fleet.instances.append(island)
         with (
-            network.watched(island.port, tmp_path / "ready") as ready,
-            network.watched(island.port, tmp_path / "live", "/health/live") as live,
+            network.probing(island.port, tmp_path / "ready") as ready,
+            network.probing(island.port, tmp_path / "live", "/health/live") as live,
             reachable_postgres.session() as session,
         ):
             eventually(lambda: ready.since(200))
             before = by_name(witness.instances())["island"]["id"]
 
             network.cable("down")
-            fenced = eventually(lambda: ready.since(503))
+            stopped_at = eventually(lambda: ready.since(503))
             gone = "SELECT extract(epoch FROM gone_at)::float8 FROM flotilla.instances WHERE id = %s AND state = 'gone'"
-            (declared,) = eventually(lambda: session.execute(gone, [before]).fetchone())
-            # It stopped acting while it was still held by the server: this is the order that makes it safe.
-            assert fenced < declared
+            (declared_at,) = eventually(lambda: session.execute(gone, [before]).fetchone())
+            # The instance stopped acting before the server ended its session: this order makes it safe.
+            assert stopped_at < declared_at
 
             network.cable("up")
             eventually(lambda: ready.since(200))
@@ -158,19 +159,21 @@ def test_a_cut_off_instance_fences_itself_before_the_server_lets_go_and_returns_
             assert lost["id"] == before
             assert by_name(witness.instances())["island"]["id"] > before
             assert {status for _, status in live.answers()} <= {0, 200}
-            assert live.since(200), "alive all the time"
+            assert live.since(200), "the process was alive all the time"
 
 
-def test_a_short_cut_costs_nothing_but_the_wait(network: Network, reachable_postgres: Postgres, tmp_path: Path) -> None:
+def test_an_instance_keeps_its_identity_through_a_short_network_cut(
+    network: Network, reachable_postgres: Postgres, tmp_path: Path
+) -> None:
     with Fleet(reachable_postgres.address_of(), tmp_path) as fleet:
-        island = Islander(network, reachable_postgres, tmp_path / "island.log")
+        island = IsolatedInstance(network, reachable_postgres, tmp_path / "island.log")
         fleet.instances.append(island)
-        with network.watched(island.port, tmp_path / "ready") as ready, reachable_postgres.session() as session:
+        with network.probing(island.port, tmp_path / "ready") as ready, reachable_postgres.session() as session:
             eventually(lambda: ready.since(200))
             beat = "SELECT heartbeat_at FROM flotilla.instances WHERE name = 'island'"
             before = session.execute(beat).fetchone()
             network.cable("down")
-            # Less than the instance's own patience.
+            # Shorter than the patience of the instance.
             time.sleep(1)
             network.cable("up")
             eventually(lambda: ready.since(200) and session.execute(beat).fetchone() != before)

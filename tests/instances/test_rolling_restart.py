@@ -1,7 +1,7 @@
-"""Deploys drop nothing: three instances behind HAProxy, each restarted in turn three times, under constant load.
+"""Deploys drop no request: three instances behind HAProxy, each restarted in turn three times, under constant load.
 
-HAProxy only checks `/health/ready`; it retries nothing, so that every request that fails is counted. Without the drain
-delay, restarts do fail requests: otherwise the test would show nothing.
+HAProxy only checks `/health/ready` and does not retry, so that every failed request is counted. A second test shows
+that requests do fail without the drain delay: otherwise the first test would prove nothing.
 """
 
 import signal
@@ -22,8 +22,8 @@ from tests.support.postgres import eventually, free_port
 from tests.support.tools import program
 
 CHECK_MS = 50
-# As seldom as an orchestrator's probes: for as long, requests are still sent to an instance that has closed its port.
-SELDOM_MS = 1000
+# As rare as the probes of an orchestrator. Until the next check, HAProxy sends requests to an instance that has ended.
+RARE_CHECK_MS = 1000
 CONFIGURATION = """
 global
     maxconn 2000
@@ -45,7 +45,7 @@ backend instances
 
 
 class Load:
-    """Requests without pause, each on a new connection, until told to stop; every failure is kept."""
+    """Sends requests until it is stopped, on kept and on new connections, and counts the outcomes."""
 
     def __init__(self, url: str) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -68,7 +68,7 @@ class Load:
         return Counter({outcome: count for outcome, count in self.outcomes.items() if outcome != "200"})
 
     def _run(self, number: int) -> None:
-        # Half of them keep their connection to HAProxy, half take a new one each time; every fourth request is slow.
+        # Half of the threads keep their connection, half use a new one for each request; every fourth request is slow.
         kept = httpx.Client(timeout=30, verify=NO_TRUST)
         with kept:
             while not self._stop.is_set():
@@ -89,13 +89,13 @@ def ports() -> list[int]:
 
 @pytest.fixture
 def check_ms() -> int:
-    """How often HAProxy asks whether an instance is ready."""
+    """The interval at which HAProxy checks whether an instance is ready."""
     return CHECK_MS
 
 
 @pytest.fixture
 def entry(ports: list[int], tmp_path: Path, check_ms: int) -> Iterator[str]:
-    """HAProxy before three ports, whatever is on them."""
+    """Run HAProxy in front of the three ports, and return its address."""
     port = free_port()
     servers = "\n".join(
         f"    server s{number} 127.0.0.1:{each} check inter {check_ms}ms fall 2 rise 1"
@@ -122,12 +122,12 @@ def restart_each(fleet: Fleet, entry: str, ports: list[int], *, times: int, drai
                 instance.wait_exit()
                 instances[number] = fleet.launch(port=ports[number], FLOTILLA_DRAIN_DELAY=drain_delay)
                 instances[number].wait_ready()
-                back_in_rotation(entry, instances[number])
+                wait_until_in_rotation(entry, instances[number])
     return load
 
 
-def back_in_rotation(entry: str, instance: InstanceProcess) -> None:
-    """Wait until HAProxy sends requests to this instance again: its access log says so."""
+def wait_until_in_rotation(entry: str, instance: InstanceProcess) -> None:
+    """Wait until HAProxy sends requests to this instance again, by its access log."""
 
     def served() -> bool:
         httpx.get(f"{entry}/trial/slow?seconds=0")
@@ -140,7 +140,7 @@ def back_in_rotation(entry: str, instance: InstanceProcess) -> None:
 def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
     fleet: Fleet, entry: str, ports: list[int]
 ) -> None:
-    """It takes as long as nine instances need to leave and to start, one after the other."""
+    """The test takes long because nine instances leave and start one after the other."""
     load = restart_each(fleet, entry, ports, times=3, drain_delay="1.5")
 
     assert load.outcomes["200"] > 300
@@ -148,8 +148,8 @@ def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
     assert not [line for instance in fleet.instances for line in instance.errors()]
 
 
-@pytest.mark.parametrize("check_ms", [SELDOM_MS])
-def test_without_the_drain_delay_requests_fail_until_the_probes_have_noticed(
+@pytest.mark.parametrize("check_ms", [RARE_CHECK_MS])
+def test_without_the_drain_delay_requests_fail_until_haproxy_has_probed_again(
     fleet: Fleet, entry: str, ports: list[int]
 ) -> None:
     load = restart_each(fleet, entry, ports, times=1, drain_delay="0")

@@ -1,4 +1,4 @@
-"""The ordered shutdown, seen from outside and read from the record, under each way to run the service."""
+"""The ordered shutdown, as clients observe it and as the row records it, for each way to run the service."""
 
 import os
 import signal
@@ -21,18 +21,18 @@ from tests.support.postgres import Postgres, eventually, free_port
 from tests.support.tools import process_namespaces
 
 STEPS = ["flag", "drain", "scheduler", "executor", "unlink", "pool"]
-ALONE: list[Mode] = ["serve", "uvicorn"]
-EVERY: list[Mode] = ["serve", "uvicorn", "workers"]
+SINGLE_PROCESS: list[Mode] = ["serve", "uvicorn"]
+ALL_MODES: list[Mode] = ["serve", "uvicorn", "workers"]
 
 
-def listening(instance: InstanceProcess) -> bool:
+def accepts_connections(instance: InstanceProcess) -> bool:
     with socket.socket() as probe:
         probe.settimeout(2)
         return probe.connect_ex(("127.0.0.1", instance.port)) == 0
 
 
-def records(address: str) -> dict[str, list[dict[str, Any]]]:
-    """What the rows of the gone say of their shutdowns."""
+def read_shutdown_records(address: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the recorded shutdowns of the gone instances, by name."""
     with psycopg.connect(address) as session:
         rows = session.execute("SELECT name, shutdown FROM flotilla.instances WHERE state = 'gone'").fetchall()
     return dict(rows)
@@ -44,38 +44,38 @@ def in_background(work: Callable[[], httpx.Response]) -> "threading.Thread":
     return thread
 
 
-@pytest.mark.parametrize("mode", EVERY)
-def test_ready_says_503_while_the_listener_still_accepts(fleet: Fleet, mode: Mode) -> None:
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_the_readiness_probe_returns_503_while_the_listener_still_accepts(fleet: Fleet, mode: Mode) -> None:
     (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="3")
     instance.terminate()
     seen: list[int | None] = []
-    while listening(instance):
+    while accepts_connections(instance):
         seen.append(instance.status())
         time.sleep(0.05)
     instance.wait_exit()
 
     answered = [status for status in seen if status is not None]
     assert set(answered) <= {200, 503}
-    # One worker may be told a moment before the other.
+    # One worker may receive the signal a moment before the other.
     last = "".join(str(status) for status in answered).rpartition("200")[2]
     assert last.count("503") >= 2, seen
     if mode != "workers":
-        assert answered == sorted(answered), "never again ready"
+        assert answered == sorted(answered), "the instance never becomes ready again"
 
 
-@pytest.mark.parametrize("mode", EVERY)
+@pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_request_in_flight_finishes_and_new_ones_are_served_until_the_listener_closes(
     fleet: Fleet, mode: Mode
 ) -> None:
-    # Longer than the listener is open, and with time enough for one more request while it is.
+    # The requests take longer than the listener is open, and there is time for one more request before it closes.
     (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="4", FLOTILLA_DRAIN_TIMEOUT="20")
     with ThreadPoolExecutor() as pool:
-        flying = [pool.submit(httpx.get, f"{instance.url}/trial/slow?seconds=5", timeout=60) for _ in range(4)]
+        requests = [pool.submit(httpx.get, f"{instance.url}/trial/slow?seconds=5", timeout=60) for _ in range(4)]
         eventually(lambda: len(instance.lines("trial.began")) == 4)
         instance.terminate()
         eventually(lambda: instance.status() == 503)
         late = httpx.get(f"{instance.url}/trial/slow?seconds=0", timeout=30)
-        answers = [each.result() for each in flying]
+        answers = [each.result() for each in requests]
     instance.wait_exit()
 
     assert late.status_code == 200
@@ -83,8 +83,8 @@ def test_a_request_in_flight_finishes_and_new_ones_are_served_until_the_listener
     assert instance.errors() == []
 
 
-@pytest.mark.parametrize("mode", EVERY)
-def test_a_stream_of_events_is_ended_cleanly_and_told_to_come_back(fleet: Fleet, mode: Mode) -> None:
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_stream_of_events_ends_cleanly_with_a_reconnection_delay(fleet: Fleet, mode: Mode) -> None:
     (instance,) = fleet.start(1, mode)
     with httpx.stream("GET", f"{instance.url}/trial/events", timeout=30) as stream:
         received = b""
@@ -92,7 +92,7 @@ def test_a_stream_of_events_is_ended_cleanly_and_told_to_come_back(fleet: Fleet,
             received += chunk
             if received.count(b"data:") == 3:
                 instance.terminate()
-    # No exception: the response had a proper end.
+    # No exception was raised: the response had a proper end.
     instance.wait_exit()
 
     lines = received.decode().strip().splitlines()
@@ -101,7 +101,7 @@ def test_a_stream_of_events_is_ended_cleanly_and_told_to_come_back(fleet: Fleet,
     assert instance.errors() == []
 
 
-def test_a_download_in_flight_is_left_to_finish(fleet: Fleet) -> None:
+def test_a_download_in_flight_is_completed(fleet: Fleet) -> None:
     (instance,) = fleet.start()
     with httpx.stream("GET", f"{instance.url}/trial/download?seconds=2", timeout=30) as download:
         chunks = download.iter_raw()
@@ -113,15 +113,15 @@ def test_a_download_in_flight_is_left_to_finish(fleet: Fleet) -> None:
     assert instance.errors() == []
 
 
-@pytest.mark.parametrize("mode", EVERY)
-def test_the_steps_are_taken_in_order_logged_and_kept_in_the_row(fleet: Fleet, mode: Mode) -> None:
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_the_steps_of_a_shutdown_are_in_order_logged_and_stored_in_the_row(fleet: Fleet, mode: Mode) -> None:
     (instance,) = fleet.start(1, mode)
     expected = 2 if mode == "workers" else 1
     eventually(lambda: len(instance.lines("instance.ready")) == expected)
     instance.terminate()
     instance.wait_exit()
 
-    kept = records(fleet.address)
+    kept = read_shutdown_records(fleet.address)
     assert len(kept) == expected
     for name, record in kept.items():
         assert [entry["step"] for entry in record] == STEPS
@@ -136,8 +136,8 @@ def test_the_steps_are_taken_in_order_logged_and_kept_in_the_row(fleet: Fleet, m
     assert instance.errors() == []
 
 
-@pytest.mark.parametrize("mode", ALONE)
-def test_leadership_is_handed_on_at_the_flag_and_not_at_the_end(fleet: Fleet, mode: Mode) -> None:
+@pytest.mark.parametrize("mode", SINGLE_PROCESS)
+def test_a_draining_leader_gives_up_leadership_at_the_first_step(fleet: Fleet, mode: Mode) -> None:
     (first,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="30")
     (second,) = fleet.start(1, mode)
     eventually(lambda: second.instances()["leader"] == first.me()["name"])
@@ -146,13 +146,13 @@ def test_leadership_is_handed_on_at_the_flag_and_not_at_the_end(fleet: Fleet, mo
     eventually(lambda: second.instances()["leader"] == second.me()["name"])
     draining = {each["name"]: each["state"] for each in second.instances()["instances"]}
     assert sorted(draining.values()) == ["draining", "ready"]
-    # A second signal: it need not wait any longer.
+    # A second signal skips the rest of the wait.
     first.terminate()
     first.wait_exit()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("mode", EVERY)
+@pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_second_signal_skips_the_wait(fleet: Fleet, mode: Mode, number: int) -> None:
     (instance,) = fleet.start(
         1, mode, FLOTILLA_DRAIN_DELAY="30", FLOTILLA_DRAIN_TIMEOUT="5", FLOTILLA_PAUSE_TIMEOUT="2"
@@ -162,28 +162,28 @@ def test_a_second_signal_skips_the_wait(fleet: Fleet, mode: Mode, number: int) -
     processes = [each["pid"] for each in instance.instances()["instances"]]
     instance.signal(number)
     eventually(lambda: len(instance.lines("shutdown.step")) == expected and instance.status() == 503)
-    # uvicorn's parent passes one signal on and no second: the workers themselves are told.
+    # The parent process of uvicorn passes on only the first signal, so the workers receive the second one directly.
     for process in processes:
         os.kill(process, number)
 
     instance.wait_exit(within=15)
-    kept = records(fleet.address)
+    kept = read_shutdown_records(fleet.address)
     assert len(kept) == expected
     for record in kept.values():
         assert [entry["step"] for entry in record] == STEPS
         assert {entry["outcome"] for entry in record} == {"done"}
 
 
-@pytest.mark.parametrize("mode", ALONE)
-def test_down_asks_an_instance_through_the_database_and_it_leaves_in_order(fleet: Fleet, mode: Mode) -> None:
+@pytest.mark.parametrize("mode", SINGLE_PROCESS)
+def test_down_requests_an_ordered_shutdown_through_the_database(fleet: Fleet, mode: Mode) -> None:
     instance, other = fleet.start(2, mode)
     name = instance.me()["name"]
-    asked = run("down", name, address=fleet.address)
+    down = run("down", name, address=fleet.address)
 
-    assert asked.returncode == 0, asked.stderr
-    assert f"{name}: gone" in asked.stdout
+    assert down.returncode == 0, down.stderr
+    assert f"{name}: gone" in down.stdout
     instance.wait_exit()
-    assert [entry["step"] for entry in records(fleet.address)[name]] == STEPS
+    assert [entry["step"] for entry in read_shutdown_records(fleet.address)[name]] == STEPS
     assert other.is_ready()
     assert instance.errors() == []
 
@@ -239,8 +239,8 @@ def hanging(address: str, tmp_path: Path) -> Iterator[Callable[..., Hanging]]:
         instance.end()
 
 
-@pytest.mark.parametrize("mode", EVERY)
-def test_a_step_that_hangs_is_cut_at_its_limit_and_the_others_still_happen(
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_step_that_hangs_is_cut_at_its_limit_and_the_other_steps_are_done(
     hanging: Callable[..., Hanging], address: str, mode: Mode
 ) -> None:
     instance = hanging(mode, FLOTILLA_PAUSE_TIMEOUT="1")
@@ -248,7 +248,7 @@ def test_a_step_that_hangs_is_cut_at_its_limit_and_the_others_still_happen(
     instance.terminate()
     instance.wait_exit()
 
-    for record in records(address).values():
+    for record in read_shutdown_records(address).values():
         assert [entry["step"] for entry in record] == STEPS
         outcomes = {entry["step"]: entry["outcome"] for entry in record}
         assert outcomes == dict.fromkeys(STEPS, "done") | {"executor": "cut"}
@@ -258,46 +258,46 @@ def test_a_step_that_hangs_is_cut_at_its_limit_and_the_others_still_happen(
 
 
 def end_with_in_flight(fleet: Fleet, path: str) -> InstanceProcess:
-    """Run an instance to its end while a request is in flight that would never end by itself."""
+    """Shut an instance down while a request is in flight that would never end by itself."""
     (instance,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_TIMEOUT="1")
-    flying = in_background(lambda: swallow(instance.url + path))
+    requests = in_background(lambda: get_or_599(instance.url + path))
     eventually(lambda: "flotilla_requests_in_flight 2.0" in instance.client.get("/metrics").text)
     instance.client.close()
     instance.terminate()
     instance.wait_exit()
-    flying.join()
+    requests.join()
     return instance
 
 
-def test_requests_that_never_end_are_cut_and_the_rest_of_the_shutdown_happens(fleet: Fleet) -> None:
-    """Plain uvicorn would wait for them for ever, and never run the lifespan's end."""
+def test_requests_that_never_end_are_cut_and_the_shutdown_is_completed(fleet: Fleet) -> None:
+    """Plain uvicorn would wait for these requests without end, and never run the end of the lifespan."""
     end_with_in_flight(fleet, "/trial/slow?seconds=3600")
-    (record,) = records(fleet.address).values()
+    (record,) = read_shutdown_records(fleet.address).values()
     assert [entry["step"] for entry in record] == STEPS
     assert record[-1]["outcome"] == "done"
 
 
-def test_a_cancelled_request_has_the_database_until_it_has_tidied_up(fleet: Fleet) -> None:
-    """uvicorn cancels what is over its limit and forgets it; the pool stays open for as long as our own count says."""
+def test_a_cancelled_request_can_use_the_database_until_its_cleanup_has_ended(fleet: Fleet) -> None:
+    """uvicorn no longer counts requests that it has cancelled; the pool stays open while the service counts them."""
     end_with_in_flight(fleet, "/trial/tidy")
     with psycopg.connect(fleet.address) as session:
         assert session.execute("SELECT to_regclass('public.tidied')").fetchone() != (None,)
 
 
-def swallow(url: str) -> httpx.Response:
+def get_or_599(url: str) -> httpx.Response:
     try:
         return httpx.get(url, timeout=60)
     except httpx.TransportError:
         return httpx.Response(599)
 
 
-def test_the_watchdog_ends_a_process_that_cannot_end_itself(fleet: Fleet) -> None:
-    """The event loop is blocked for good: no step can be taken any more, and the log still says why."""
+def test_the_watchdog_ends_a_process_whose_event_loop_is_blocked(fleet: Fleet) -> None:
+    """The event loop is blocked without end: no further step is possible, and the log still has the reason."""
     short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "23"}
-    # The listener is open for long enough to let one more request in.
+    # The listener is open long enough for one more request.
     (instance,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="4", **short)
     instance.terminate()
-    # The first step is done, and the next one goes on for as long as the listener is open.
+    # The first step is done, and the second one lasts as long as the listener is open.
     eventually(lambda: [line["step"] for line in instance.lines("shutdown.step")] == ["flag"])
     with blocked(instance, seconds=600):
         assert instance.wait_exit() == 70
@@ -305,19 +305,19 @@ def test_the_watchdog_ends_a_process_that_cannot_end_itself(fleet: Fleet) -> Non
     assert line["step"] == "drain"
 
 
-@pytest.mark.parametrize("mode", ALONE)
-def test_a_singleton_that_does_not_end_holds_up_no_process(fleet: Fleet, mode: Mode) -> None:
-    """At Ctrl-C, after which all tasks are waited for; a SIGTERM ends the process with no more ado."""
+@pytest.mark.parametrize("mode", SINGLE_PROCESS)
+def test_a_singleton_that_does_not_end_does_not_delay_the_end_of_the_process(fleet: Fleet, mode: Mode) -> None:
+    """After Ctrl-C, Python waits for all tasks; a SIGTERM ends the process without waiting."""
     (instance,) = fleet.start(1, mode, FLOTILLA_ACTIONS="tests.support.trial_deaf")
     eventually(lambda: instance.lines("singleton.began"))
     instance.signal(signal.SIGINT)
     instance.wait_exit(within=20)
     assert instance.lines("singleton.abandoned")
-    for steps in records(fleet.address).values():
+    for steps in read_shutdown_records(fleet.address).values():
         assert [step["outcome"] for step in steps] == ["done"] * len(STEPS)
 
 
-def test_nothing_is_left_in_the_database_after_an_orderly_end(fleet: Fleet, postgres: Postgres) -> None:
+def test_no_session_is_left_after_an_ordered_shutdown(fleet: Fleet, postgres: Postgres) -> None:
     instances = fleet.start(2)
     for instance in instances:
         instance.terminate()
@@ -329,7 +329,7 @@ def test_nothing_is_left_in_the_database_after_an_orderly_end(fleet: Fleet, post
         eventually(lambda: session.execute(left, [name]).fetchone() == (0,))
 
 
-def test_an_unreachable_database_does_not_hold_up_the_end(own_postgres: Postgres, tmp_path: Path) -> None:
+def test_an_unreachable_database_does_not_delay_the_shutdown(own_postgres: Postgres, tmp_path: Path) -> None:
     with Fleet(own_postgres.address_of(), tmp_path) as fleet:
         (instance,) = fleet.start()
         own_postgres.stop("immediate")
@@ -344,14 +344,16 @@ def test_an_unreachable_database_does_not_hold_up_the_end(own_postgres: Postgres
     [["uvicorn", "app.main:app", "--reload"], ["fastapi", "dev"]],
     ids=["uvicorn --reload", "fastapi dev"],
 )
-def test_a_reload_at_a_desk_does_not_wait_for_load_balancers(address: str, tmp_path: Path, command: list[str]) -> None:
-    """The daily loop: a change ends the old process at once, and the new one is ready."""
+def test_a_reload_during_development_does_not_wait_for_load_balancers(
+    address: str, tmp_path: Path, command: list[str]
+) -> None:
+    """After a change of a file, the old process ends at once, and a new one becomes ready."""
     watched = tmp_path / "watched"
     watched.mkdir()
     (watched / "anything.py").write_text("")
     log = tmp_path / "reload.log"
     port = free_port()
-    # So long that no process that waited for it would be replaced in time.
+    # So long that a process that waited for it would not be replaced in time.
     env = {"FLOTILLA_DRAIN_DELAY": "600", "FLOTILLA_GRACE_PERIOD": "700", "PYTHONWARNINGS": "default"}
     with log.open("wb") as target:
         process = subprocess.Popen(
@@ -366,14 +368,14 @@ def test_a_reload_at_a_desk_does_not_wait_for_load_balancers(address: str, tmp_p
         eventually(lambda: log.read_text().count('"instance.ready"') == 1, within=60)
         (watched / "anything.py").write_text("changed = True\n")
         eventually(lambda: log.read_text().count('"instance.ready"') == 2, within=60)
-        eventually(lambda: swallow(f"http://127.0.0.1:{port}/health/ready").status_code == 200)
+        eventually(lambda: get_or_599(f"http://127.0.0.1:{port}/health/ready").status_code == 200)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(20)
 
 
 class FirstProcess(InstanceProcess):
-    """An instance that is process 1, as in a container: signals without a handler do nothing to it."""
+    """An instance that is process 1, as in a container: signals without a handler have no effect on it."""
 
     def _command(self, mode: Mode) -> list[str]:
         return [process_namespaces(), "--pid", "--fork", "--kill-child", *super()._command(mode)]
@@ -383,12 +385,12 @@ class FirstProcess(InstanceProcess):
         os.kill(int(inner), signal.SIGTERM)
 
 
-def test_the_watchdog_ends_a_process_that_is_still_there_after_its_shutdown(fleet: Fleet, tmp_path: Path) -> None:
+def test_the_watchdog_ends_a_process_that_still_exists_after_its_shutdown(fleet: Fleet, tmp_path: Path) -> None:
     short = {"FLOTILLA_DRAIN_DELAY": "0", "FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1"}
     instance = FirstProcess("uvicorn", fleet.address, tmp_path / "first.log", short | {"FLOTILLA_GRACE_PERIOD": "19"})
     fleet.instances.append(instance)
     instance.wait_ready()
-    stuck = in_background(lambda: swallow(f"{instance.url}/trial/stuck"))
+    stuck = in_background(lambda: get_or_599(f"{instance.url}/trial/stuck"))
     eventually(lambda: "flotilla_requests_in_flight 2.0" in instance.client.get("/metrics").text)
     instance.client.close()
     instance.terminate()

@@ -1,4 +1,4 @@
-"""Any instance shows any run, to everyone the same; a killed instance is a pause in the stream and not its end."""
+"""Every instance streams every run, with the same events; a client of a killed instance continues at another."""
 
 import random
 import signal
@@ -27,7 +27,7 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize("workers", [0, 4])
-def test_clients_of_different_instances_are_told_the_same_of_one_execution(fleet: Fleet, workers: int) -> None:
+def test_clients_of_different_instances_receive_the_same_events_of_a_run(fleet: Fleet, workers: int) -> None:
     instances = [fleet.launch("workers", workers=workers).wait_ready()] if workers else fleet.start(4)
     urls = [instance.url for instance in instances] * (4 // len(instances))
     run_id = instances[0].trigger("chatter", {"count": 40, "pause": 0.05})["id"]
@@ -45,9 +45,9 @@ def test_clients_of_different_instances_are_told_the_same_of_one_execution(fleet
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_nothing(fleet: Fleet, how: str) -> None:
+def test_clients_see_a_run_move_to_another_instance_and_no_event_of_the_old_one(fleet: Fleet, how: str) -> None:
     instances = fleet.start(3)
-    # The first attempt goes on for as long as it is let.
+    # The first attempt would emit for hours.
     run_id = instances[0].trigger("chatter", {"count": 80, "pause": 0.05, "first": 1_000_000})["id"]
     owner = owner_of(instances, run_id)
     others = [instance for instance in instances if instance is not owner]
@@ -84,17 +84,17 @@ def test_a_takeover_is_told_to_clients_of_the_others_and_the_old_owner_adds_noth
 
 
 @pytest.mark.long
-def test_a_client_whose_instance_goes_misses_nothing_elsewhere(fleet: Fleet) -> None:
-    """Killed and told to leave, in turn; the client goes on at another with `Last-Event-ID`.
+def test_a_client_whose_instance_ends_continues_at_another_and_misses_no_event(fleet: Fleet) -> None:
+    """Instances are killed and terminated in turn; the client continues at another one with `Last-Event-ID`.
 
-    It takes as long as fifty instances need to start, one after the other.
+    The test takes long because fifty instances start one after the other.
     """
     chance = random.Random(4)
     instances = fleet.start(3)
     run_id = instances[0].trigger("chatter", {"count": 1_000_000, "pause": 0.02})["id"]
     watcher = Watcher(run_id)
     for number in range(ROUNDS):
-        # The one that has been there for longest; a new one starts while the client is with the next.
+        # The oldest instance; its replacement starts while the client follows at the next one.
         instance = instances.pop(0).wait_ready()
         reading = threading.Thread(target=watcher.read, args=(instance.url,))
         reading.start()
@@ -123,7 +123,7 @@ def owner_of(instances: Sequence[InstanceProcess], run_id: int) -> InstanceProce
     return next(instance for instance in instances if instance.me()["name"] == name)
 
 
-def test_a_database_that_is_away_is_a_pause_in_the_stream(own_postgres: Postgres, tmp_path: Path) -> None:
+def test_a_stream_pauses_during_a_database_outage_and_then_continues(own_postgres: Postgres, tmp_path: Path) -> None:
     with Fleet(own_postgres.new_database(), tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as fleet:
         instances = fleet.start(2)
         run_id = instances[0].trigger("chatter", {"count": 80, "pause": 0.05})["id"]
@@ -145,20 +145,20 @@ def test_a_database_that_is_away_is_a_pause_in_the_stream(own_postgres: Postgres
         assert watchers[0].attempts == [1]
 
 
-def test_the_feed_is_the_same_at_every_instance_and_goes_on_elsewhere(fleet: Fleet) -> None:
+def test_the_feed_is_the_same_at_every_instance_and_continues_at_another(fleet: Fleet) -> None:
     instances = fleet.start(2)
-    told: dict[str, list[tuple[str, int, int, str]]] = {instance.url: [] for instance in instances}
+    received: dict[str, list[tuple[str, int, int, str]]] = {instance.url: [] for instance in instances}
 
-    def read(url: str, last: str | None, many: int) -> None:
+    def read(url: str, last: str | None, count: int) -> None:
         headers = {} if last is None else {"Last-Event-ID": last}
         with httpx.stream("GET", f"{url}/events?action=echo", headers=headers, timeout=30) as answer:
             assert answer.status_code == 200
             for message in messages(answer.iter_lines()):
                 assert message.id is not None
                 data = message.data
-                told[url].append((message.id, data["run"], data["seq"], data["data"]["state"]))
+                received[url].append((message.id, data["run"], data["seq"], data["data"]["state"]))
                 assert data["action"] == "echo"
-                if len(told[url]) == many:
+                if len(received[url]) == count:
                     return
 
     with ThreadPoolExecutor(2) as pool:
@@ -168,7 +168,7 @@ def test_the_feed_is_the_same_at_every_instance_and_goes_on_elsewhere(fleet: Fle
             run_id = instances[number % 2].trigger("echo")["id"]
         for each in reading:
             each.result(60)
-    first, second = told.values()
+    first, second = received.values()
     assert first == second
     for run_id in {run_id for _, run_id, _, _ in first}:
         assert [change[2:] for change in first if change[1] == run_id] == [
@@ -176,13 +176,13 @@ def test_the_feed_is_the_same_at_every_instance_and_goes_on_elsewhere(fleet: Fle
             (2, "running"),
             (3, "succeeded"),
         ]
-    # A third begins in the middle, at the other one.
-    told[instances[1].url] = []
+    # A third client begins in the middle, at the second instance.
+    received[instances[1].url] = []
     read(instances[1].url, first[24][0], 35)
-    assert told[instances[1].url] == first[25:]
+    assert received[instances[1].url] == first[25:]
 
 
-def test_over_the_cap_streams_are_refused_and_the_instance_serves_on(fleet: Fleet) -> None:
+def test_streams_over_the_limit_are_refused_and_other_requests_are_answered(fleet: Fleet) -> None:
     (instance,) = fleet.start(FLOTILLA_STREAMS="20", FLOTILLA_STREAMS_PER_KEY="20")
     run_id = instance.trigger("nap", {"seconds": 600})["id"]
     request = f"GET /runs/{run_id}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode()
@@ -207,10 +207,10 @@ def stream_status(instance: InstanceProcess, run_id: int) -> int:
         return answer.status_code
 
 
-def test_a_client_that_never_reads_is_cut(fleet: Fleet) -> None:
+def test_a_client_that_does_not_read_is_disconnected(fleet: Fleet) -> None:
     (instance,) = fleet.start(TRIAL_STALLED="0.5")
-    run_id = more_than_buffers_hold(instance)
-    with stalled(instance, run_id):
+    run_id = trigger_more_than_buffers_hold(instance)
+    with client_that_does_not_read(instance, run_id):
         (cut,) = eventually(lambda: instance.lines("stream.cut"))
         assert cut["path"] == f"/runs/{run_id}/events"
         reader = Watcher(run_id)
@@ -220,11 +220,11 @@ def test_a_client_that_never_reads_is_cut(fleet: Fleet) -> None:
     assert not instance.errors()
 
 
-def test_a_client_that_never_reads_does_not_hold_a_drain_up(fleet: Fleet) -> None:
+def test_a_client_that_does_not_read_does_not_delay_a_drain(fleet: Fleet) -> None:
     (instance,) = fleet.start(FLOTILLA_DRAIN_TIMEOUT="30")
-    run_id = more_than_buffers_hold(instance)
-    with stalled(instance, run_id):
-        # Its stream is stuck by the time that another has had everything.
+    run_id = trigger_more_than_buffers_hold(instance)
+    with client_that_does_not_read(instance, run_id):
+        # The stream of the stalled client is stuck when another client has read everything.
         reader = Watcher(run_id)
         reader.read(instance.url)
         instance.terminate()
@@ -233,15 +233,15 @@ def test_a_client_that_never_reads_does_not_hold_a_drain_up(fleet: Fleet) -> Non
     assert not instance.errors()
 
 
-def more_than_buffers_hold(instance: InstanceProcess) -> int:
+def trigger_more_than_buffers_hold(instance: InstanceProcess) -> int:
     run_id: int = instance.trigger("chatter", {"count": 400, "pause": 0.0, "padding": 60_000})["id"]
     instance.ended(run_id, within=60)
     return run_id
 
 
 @contextmanager
-def stalled(instance: InstanceProcess, run_id: int) -> Iterator[None]:
-    """Have somebody ask for a run's events, and never read them."""
+def client_that_does_not_read(instance: InstanceProcess, run_id: int) -> Iterator[None]:
+    """Connect a client that requests the events of a run and does not read them."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", instance.port))

@@ -1,9 +1,9 @@
 """The walkthrough works as it is written: each command is run, in one shell, in a clone of this repository.
 
-Of the page, `sh` blocks are typed, `python` blocks are written to the file that their first line names, and `text`
-blocks are what the commands above them show: these lines, in this order, with anything in between or for `…`, with any
-spaces, and with other numbers where they cannot be the same twice (`LOOSE`). A process id is whatever it was here when
-a later command repeats it, as a reader would have it.
+The `sh` blocks of the page are typed, and `python` blocks are written to the file that their first line names. `text`
+blocks must appear in the output of the commands above them: these lines in this order, with any text between them or
+instead of `…`, with any spaces, and with other numbers where they differ each time (`LOOSE`). If a later command
+repeats a process id of the page, the id of the real process is used.
 
 Everything happens under a temporary directory, on an embedded PostgreSQL of its own; the installed packages are those
 of this environment.
@@ -30,7 +30,7 @@ from tests.support.tools import program
 
 PAGE = ROOT / "docs" / "start" / "first-action.md"
 NEEDED = ("bash", "curl", "git", "make")
-STEPS_MOST = 9
+MAX_STEPS = 9
 # A process id, a time, a share, a duration, the number of an instance.
 LOOSE = re.compile(r"\d{4,}|\d\d:\d\d:\d\d|\d+(?=%)|\d+\.\d+|(?<=flotilla-)\d+")
 DONE = "-- the shell is done with that --"
@@ -48,18 +48,18 @@ def blocks() -> list[Block]:
 
 
 class Reader:
-    """Somebody who follows the page: types, writes files, and looks at what is shown."""
+    """Follows the page as a reader does: types commands, writes files, and checks the output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.clone = folder / "harbour"
         first = free_port(3)
-        # The number on the page, and what it is here.
+        # The real numbers, by the numbers on the page.
         self.numbers = {str(8000 + each): str(first + each) for each in range(3)}
         self.shown = ""
-        # The console scripts are those of the checkout, and would import it.
+        # Without this path, the console scripts would import the modules of the checkout.
         env = {"FLOTILLA_PORT": str(first), "PYTHONPATH": str(self.clone), "PYTHONUNBUFFERED": "1"}
-        # Shown as to a person.
+        # The output is formatted for people.
         env |= {"FLOTILLA_LOG_FORMAT": "auto", "PYTHONWARNINGS": ""}
         self.shell = subprocess.Popen(
             ["bash", "-euo", "pipefail"],
@@ -76,7 +76,7 @@ class Reader:
         self._ears.start()
 
     def type(self, commands: str) -> None:
-        """Run these, and wait until the shell takes more; what it shows from here on is `shown`."""
+        """Run these commands, and wait until they have ended; `shown` has their output."""
         self.shown = ""
         assert self.shell.stdin is not None
         self.shell.stdin.write(f"{self.here(commands)}\necho '{DONE}'\n")
@@ -85,8 +85,8 @@ class Reader:
         assert DONE in self.shown, f"the last of these failed:\n{self.here(commands)}\nand it showed:\n{self.shown}"
 
     def expect(self, text: str) -> None:
-        """Wait until the lines of `text` have been shown, in their order, and learn the numbers in them."""
-        pattern = re.compile(".*?".join(map(loosely, text.splitlines())), re.DOTALL)
+        """Wait until the lines of `text` have been shown in their order, and remember the real numbers in them."""
+        pattern = re.compile(".*?".join(map(loose_pattern, text.splitlines())), re.DOTALL)
         try:
             found = eventually(lambda: pattern.search(self.shown), within=60)
         except AssertionError:
@@ -96,7 +96,7 @@ class Reader:
                 self.numbers.setdefault(there, here)
 
     def write(self, text: str) -> None:
-        """Write the file that the first line names, or add to its end."""
+        """Write the file that the first line names, or append to it."""
         where, _, content = text.partition("\n")
         named = re.fullmatch(r"# (app/\S+\.py)(, at the end)?", where)
         assert named, f"a python block begins with the name of its file, and not with {where!r}"
@@ -121,14 +121,14 @@ class Reader:
             self.shown += line
 
 
-def loosely(line: str) -> str:
-    """A pattern for a line, with a group for each number that may be another."""
+def loose_pattern(line: str) -> str:
+    """Return a pattern for a line, with a group for each number that may differ."""
     words = (r"([\d:.]+)".join(map(re.escape, LOOSE.split(word))) for word in line.split())
     return r"\s+".join(words).replace("…", ".*?")
 
 
 def started_in(folder: Path) -> Iterator[int]:
-    """What still runs there; nobody else can know the directory of this test."""
+    """Yield the processes whose working directory is in this folder, which only this test uses."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (process / "cwd").resolve().is_relative_to(folder):
@@ -137,7 +137,7 @@ def started_in(folder: Path) -> Iterator[int]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """This checkout as it is now, committed or not, as a repository to clone."""
+    """Create a repository to clone, with the files of this checkout, committed or not."""
     origin = tmp_path / "origin"
     ignored = (ROOT / ".gitignore").read_text().split()
     shutil.copytree(ROOT, origin, ignore=shutil.ignore_patterns(".git", *(each.strip("/") for each in ignored)))
@@ -159,7 +159,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 
 
 def lend_environment(clone: Path) -> None:
-    """Give the clone what `make setup` would install, and say that it did."""
+    """Link the installed packages into the clone, so that `make setup` has nothing to do."""
     (clone / ".venv").mkdir()
     for each in Path(sys.prefix).iterdir():
         if each.name != ".installed":
@@ -168,8 +168,8 @@ def lend_environment(clone: Path) -> None:
 
 
 @pytest.mark.long
-def test_every_command_of_the_walkthrough_does_what_the_page_says(repository: Path, reader: Reader) -> None:
-    """It takes as long as a reader's computer needs for all of them; three instances are started twice."""
+def test_every_command_of_the_walkthrough_shows_what_the_page_shows(repository: Path, reader: Reader) -> None:
+    """The test takes long because the page starts three instances twice."""
     for block in blocks():
         match block.kind:
             case "sh" if not reader.clone.exists():
@@ -195,4 +195,4 @@ def test_every_command_of_the_walkthrough_does_what_the_page_says(repository: Pa
 def test_the_walkthrough_has_few_steps() -> None:
     steps = re.findall(r"^## (\d+)\. ", PAGE.read_text(), re.MULTILINE)
     assert steps == [str(number) for number in range(1, len(steps) + 1)]
-    assert len(steps) <= STEPS_MOST
+    assert len(steps) <= MAX_STEPS

@@ -1,4 +1,4 @@
-"""Actions over HTTP: what is said of each, what a trigger is answered with, and what pausing and resuming mean."""
+"""Actions over HTTP: the fields of an action, the responses to triggers, and the effects of pausing and resuming."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ ACTION = {
 }
 MODULES = ("tests.support.trial_actions", "tests.integration.test_actions_http")
 
-MISFITS: list[tuple[str, Any]] = [
+INVALID: list[tuple[str, Any]] = [
     ("key", ""),
     ("key", "k" * 201),
     ("key", "a\nb"),
@@ -97,19 +97,19 @@ async def send(here: LocalInstance, content: bytes, content_type: str = "applica
     return await here.running.client.post("/actions/echo/runs", content=content, headers=headers)
 
 
-async def runs_there_are(here: LocalInstance) -> int:
+async def count_runs(here: LocalInstance) -> int:
     ((there,),) = await here.sql("SELECT (SELECT count(*) FROM runs) + (SELECT count(*) FROM finished_runs)")
     return int(there)
 
 
-async def an_action_of_another_release(here: LocalInstance, *, living: bool) -> None:
+async def insert_action_of_another_release(here: LocalInstance, *, is_living: bool) -> None:
     await here.sql(
         """
         INSERT INTO actions (name, schedule, misfire, overlap, priority, max_attempts, retention, next_run_at)
         VALUES ('brand-new', 'every 1h', 'once', 'allow', 0, 1, '7d', now() + interval '1 hour')
         """
     )
-    if living:
+    if is_living:
         await here.sql(
             """
             INSERT INTO instances (id, name, run_id, state, hostname, pid, version, connections, started_at,
@@ -126,17 +126,17 @@ async def an_action_of_another_release(here: LocalInstance, *, living: bool) -> 
         )
 
 
-# -- seeing them ------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_list_has_every_action_by_name_with_the_promised_fields(here: LocalInstance) -> None:
+async def test_the_list_has_every_action_with_the_documented_fields_sorted_by_name(here: LocalInstance) -> None:
     items = (await get(here, "/actions"))["items"]
     assert [each["name"] for each in items] == sorted(each.name for each in here.engine.catalogue)
     assert all(set(each) == ACTION for each in items)
     assert await get(here, "/actions/noop") in items
 
 
-async def test_an_action_shows_its_schedule_and_when_it_is_due_next(here: LocalInstance) -> None:
+async def test_an_action_shows_its_schedule_and_its_next_run(here: LocalInstance) -> None:
     shown = await get(here, "/actions/seldom")
     assert shown["summary"] == "Run when the test makes it due."
     assert (shown["schedule"], shown["misfire"], shown["state"]) == ("every 10h jitter 1s", "skip", "active")
@@ -149,7 +149,7 @@ async def test_an_action_without_a_schedule_has_neither_schedule_nor_next_run(he
     assert (shown["schedule"], shown["next_run_at"], shown["summary"], shown["last_run"]) == (None, None, None, None)
 
 
-async def test_an_action_shows_its_options_as_they_are_declared(here: LocalInstance) -> None:
+async def test_an_action_shows_its_declared_options(here: LocalInstance) -> None:
     shown = await get(here, "/actions/urgent")
     options = ("overlap", "misfire", "priority", "max_attempts", "concurrency", "rate", "burst", "retention")
     assert [shown[option] for option in options] == ["allow", "once", 7, 2, 3, "100/h", 5, "36h"]
@@ -160,7 +160,7 @@ async def test_an_action_shows_its_options_as_they_are_declared(here: LocalInsta
     assert (in_turn["overlap"], in_turn["concurrency"]) == ("queue", 1)
 
 
-async def test_an_instance_that_is_ready_stands_by_before_anything_has_looked(
+async def test_a_ready_instance_is_on_standby_before_the_reconciler_has_read(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(_: Reconciler) -> None: ...
@@ -171,7 +171,7 @@ async def test_an_instance_that_is_ready_stands_by_before_anything_has_looked(
         assert (await get(here, "/actions/noop"))["standby"] == [me]
 
 
-async def test_who_runs_it_is_named_while_it_runs(here: LocalInstance) -> None:
+async def test_an_action_shows_the_instances_on_which_it_is_running(here: LocalInstance) -> None:
     me = (await get(here, "/health/instances"))["self"]
     run_id = await here.trigger("nap", {"seconds": 60})
     await here.until(run_id, "running")
@@ -183,7 +183,7 @@ async def test_who_runs_it_is_named_while_it_runs(here: LocalInstance) -> None:
     assert (await get(here, "/actions/nap"))["running_on"] == []
 
 
-async def test_the_last_run_is_the_newest_that_ended_runs_or_waits(here: LocalInstance) -> None:
+async def test_the_last_run_of_an_action_is_its_newest_run_in_any_state(here: LocalInstance) -> None:
     first = await here.run("noop")
     assert (await get(here, "/actions/noop"))["last_run"]["id"] == first.id
     second = await here.run("noop")
@@ -195,8 +195,8 @@ async def test_the_last_run_is_the_newest_that_ended_runs_or_waits(here: LocalIn
     assert (await get(here, "/actions/echo"))["last_run"]["state"] == "succeeded"
 
 
-async def test_an_action_that_no_living_instance_has_is_vanished(here: LocalInstance) -> None:
-    await an_action_of_another_release(here, living=False)
+async def test_an_action_that_no_living_instance_declares_is_vanished(here: LocalInstance) -> None:
+    await insert_action_of_another_release(here, is_living=False)
     shown = await get(here, "/actions/brand-new")
     assert (shown["state"], shown["standby"], shown["next_run_at"]) == ("vanished", [], None)
     assert shown["schedule"] == "every 1h"
@@ -205,26 +205,26 @@ async def test_an_action_that_no_living_instance_has_is_vanished(here: LocalInst
     assert "no living instance" in str(is_problem(refused, "not-found")["detail"])
 
 
-async def test_an_instance_that_is_gone_stands_by_for_nothing(here: LocalInstance) -> None:
-    await an_action_of_another_release(here, living=True)
+async def test_a_gone_instance_is_not_on_standby_for_its_actions(here: LocalInstance) -> None:
+    await insert_action_of_another_release(here, is_living=True)
     await here.sql("UPDATE instances SET state = 'gone', gone_at = now() WHERE name = 'newer'")
     assert (await get(here, "/actions/brand-new"))["state"] == "vanished"
 
 
-async def test_while_releases_are_mixed_an_action_of_the_newer_one_can_be_seen_and_paused_here(
+async def test_an_action_of_a_newer_release_can_be_read_and_paused_through_an_older_one(
     here: LocalInstance,
 ) -> None:
-    await an_action_of_another_release(here, living=True)
+    await insert_action_of_another_release(here, is_living=True)
     shown = await get(here, "/actions/brand-new")
     assert (shown["state"], shown["standby"], shown["summary"]) == ("active", ["newer"], None)
     assert (await post(here, "/actions/brand-new/pause", status=200)).json()["state"] == "paused"
     assert (await post(here, "/actions/brand-new/resume", status=200)).json()["state"] == "active"
 
 
-async def test_while_releases_are_mixed_a_trigger_of_the_newer_ones_action_is_sent_elsewhere(
+async def test_a_trigger_of_an_action_of_a_newer_release_is_refused_with_503(
     here: LocalInstance,
 ) -> None:
-    await an_action_of_another_release(here, living=True)
+    await insert_action_of_another_release(here, is_living=True)
     for path, body in (
         ("/actions/brand-new/runs", {}),
         ("/runs:batch", {"runs": [{"action": "noop"}, {"action": "brand-new"}]}),
@@ -233,17 +233,17 @@ async def test_while_releases_are_mixed_a_trigger_of_the_newer_ones_action_is_se
         problem = is_problem(refused, "unavailable")
         assert "newer" in str(problem["detail"])
         assert refused.headers["retry-after"] == "2"
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
 @pytest.mark.parametrize("name", ["none-such", "%00", "Caf%C3%A9", "a%2Fb", "x" * 101])
-async def test_an_unknown_action_is_404_whatever_is_asked_of_it(here: LocalInstance, name: str) -> None:
+async def test_all_requests_for_an_unknown_action_are_answered_with_404(here: LocalInstance, name: str) -> None:
     is_problem(await here.running.client.get(f"/actions/{name}"), "not-found")
     for what in ("runs", "pause", "resume"):
         is_problem(await post(here, f"/actions/{name}/{what}"), "not-found")
 
 
-async def test_the_list_reads_nothing_of_the_history_but_the_last_runs(here: LocalInstance) -> None:
+async def test_listing_the_actions_reads_only_the_last_run_of_each(here: LocalInstance) -> None:
     await here.sql(
         """
         INSERT INTO actions (name, misfire, overlap, priority, max_attempts, retention)
@@ -259,7 +259,7 @@ async def test_the_list_reads_nothing_of_the_history_but_the_last_runs(here: Loc
         WHERE a.name = 'noop'
         """
     )
-    # So that the planner knows of one action only, and takes the others for alike.
+    # So the statistics have only one action, and the planner assumes that the others are like it.
     await here.sql("ANALYZE finished_runs")
     database = here.running.context.database
     async with database.connection() as connection:
@@ -271,14 +271,14 @@ async def test_the_list_reads_nothing_of_the_history_but_the_last_runs(here: Loc
     assert len(found) > 1000
     assert [each.last_run.id for each in found if each.last_run] == [30000]
     assert sequentially == 0
-    # Once for each action and state, where there is nothing most of the time, and once for the run itself.
+    # One index probe for each action and state (most find no row), and one for the run itself.
     assert by_index <= 4 * len(found)
 
 
 # -- triggering -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_trigger_without_a_body_is_answered_with_the_run_and_where_it_is(here: LocalInstance) -> None:
+async def test_a_trigger_without_a_body_is_answered_with_the_run_and_its_location(here: LocalInstance) -> None:
     answer = await here.running.client.post("/actions/noop/runs")
     assert answer.status_code == 202
     run = answer.json()
@@ -289,7 +289,7 @@ async def test_a_trigger_without_a_body_is_answered_with_the_run_and_where_it_is
     assert ended.state == "succeeded"
 
 
-async def test_the_run_that_is_answered_is_the_run_that_is_there(here: LocalInstance) -> None:
+async def test_the_run_in_the_response_equals_the_stored_run(here: LocalInstance) -> None:
     await post(here, "/actions/echo/pause", status=200)
     order = {"payload": {"a": [1, None, "ü"]}, "priority": 3, "run_at": "2030-01-01T12:00:00+01:00", "key": "once"}
     run = (await post(here, "/actions/echo/runs", order, 202)).json()
@@ -303,24 +303,26 @@ async def test_every_field_may_be_null(here: LocalInstance) -> None:
     await post(here, "/actions/noop/runs", order, 202)
 
 
-async def test_without_a_priority_it_is_the_actions_own(here: LocalInstance) -> None:
+async def test_a_trigger_without_a_priority_uses_the_priority_of_the_action(here: LocalInstance) -> None:
     await post(here, "/actions/urgent/pause", status=200)
     await post(here, "/actions/urgent/runs", {}, 202)
     await post(here, "/actions/urgent/runs", {"priority": 0}, 202)
     assert await here.sql("SELECT priority FROM runs ORDER BY id") == [(7,), (0,)]
 
 
-async def test_a_run_for_later_waits_until_then(here: LocalInstance) -> None:
+async def test_a_run_is_pending_until_its_run_at(here: LocalInstance) -> None:
     later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     waiting = (await post(here, "/actions/noop/runs", {"run_at": later}, 202)).json()
     await here.run("noop")
-    assert (await here.look(waiting["id"])).state == "pending"
+    assert (await here.read(waiting["id"])).state == "pending"
 
 
 @pytest.mark.parametrize(
     ("name", "payload"), [("count", 3), ("count", 0), ("names", ["a"]), ("names", []), ("echo", {}), ("weigh", None)]
 )
-async def test_a_payload_is_whatever_the_actions_type_takes(here: LocalInstance, name: str, payload: Any) -> None:
+async def test_a_payload_may_be_any_json_value_that_the_type_of_the_action_accepts(
+    here: LocalInstance, name: str, payload: Any
+) -> None:
     if payload is None:
         is_problem(await post(here, f"/actions/{name}/runs", {"payload": None}), "invalid")
         return
@@ -329,47 +331,47 @@ async def test_a_payload_is_whatever_the_actions_type_takes(here: LocalInstance,
     assert (await here.ended(run["id"])).result == payload
 
 
-async def test_a_payload_that_does_not_fit_is_refused_with_the_name_of_the_field(here: LocalInstance) -> None:
+async def test_an_invalid_payload_is_refused_with_the_name_of_the_field(here: LocalInstance) -> None:
     refused = await post(here, "/actions/weigh/runs", {"payload": {"weight": "s3cret"}})
     problem = is_problem(refused, "invalid")
     assert [each["field"] for each in problem["errors"]] == ["payload.weight"]  # type: ignore[attr-defined]
     assert "payload.weight" in str(problem["detail"])
     assert "s3cret" not in refused.text
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
-async def test_an_action_of_objects_takes_nothing_else_however_empty(here: LocalInstance) -> None:
+async def test_an_action_with_object_payloads_refuses_all_other_json_values(here: LocalInstance) -> None:
     for payload in ([], 0, "", False, "text", 1.5, [1]):
         problem = is_problem(await post(here, "/actions/echo/runs", {"payload": payload}), "invalid")
         assert problem["errors"] == [{"field": "payload", "message": "Input should be a valid dictionary"}], payload
 
 
-async def test_a_field_that_does_not_fit_is_named_and_nothing_is_written(here: LocalInstance) -> None:
-    for field, value in MISFITS:
+async def test_an_invalid_field_is_named_and_no_run_is_inserted(here: LocalInstance) -> None:
+    for field, value in INVALID:
         problem = is_problem(await post(here, "/actions/noop/runs", {field: value}), "invalid")
         assert [each["field"] for each in problem["errors"]] == [field], value  # type: ignore[attr-defined]
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
-async def test_a_number_that_json_does_not_have_is_refused_and_not_made_null(here: LocalInstance) -> None:
+async def test_a_number_that_json_does_not_allow_is_refused_and_not_replaced_by_null(here: LocalInstance) -> None:
     for number in ("NaN", "Infinity", "-Infinity", "1e999"):
         problem = is_problem(await send(here, f'{{"payload": {{"x": [{number}]}}}}'.encode()), "invalid")
         assert [each["field"] for each in problem["errors"]] == ["payload"], number  # type: ignore[attr-defined]
 
 
-async def test_a_body_that_is_no_json_object_is_refused(here: LocalInstance) -> None:
+async def test_a_body_that_is_not_a_json_object_is_refused(here: LocalInstance) -> None:
     for content in (b"{", b"[]", b"null", b"\xff", b'{"payload": "\\ud800"}', b"[" * 5000):
         is_problem(await send(here, content), "invalid")
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
-async def test_a_body_of_another_type_is_refused(here: LocalInstance) -> None:
+async def test_a_body_with_another_content_type_is_refused(here: LocalInstance) -> None:
     is_problem(await send(here, b"{}", "application/x-www-form-urlencoded"), "unsupported-media-type")
     is_problem(await here.running.client.post("/actions/echo/runs", content=b"{}"), "unsupported-media-type")
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
-async def test_an_action_that_runs_alone_is_refused_while_it_is_active_and_the_run_is_named(
+async def test_an_action_with_overlap_skip_is_refused_while_it_has_an_active_run(
     here: LocalInstance,
 ) -> None:
     run = (await post(here, "/actions/alone/runs", {"payload": {"seconds": 60}}, 202)).json()
@@ -381,7 +383,7 @@ async def test_an_action_that_runs_alone_is_refused_while_it_is_active_and_the_r
     await post(here, "/actions/alone/runs", {"payload": {"seconds": 0}}, 202)
 
 
-async def test_a_route_of_the_service_that_triggers_has_the_same_answers(here: LocalInstance) -> None:
+async def test_a_trigger_in_a_route_of_the_service_returns_the_same_problems(here: LocalInstance) -> None:
     async def own(session: InSession, name: str, weight: str, key: str = "k") -> int:
         return await trigger(name, {"weight": weight}, key=key, session=session)
 
@@ -397,7 +399,7 @@ async def test_a_route_of_the_service_that_triggers_has_the_same_answers(here: L
     assert problem["run"] == run_id
 
 
-def test_a_status_that_a_route_raises_by_itself_has_the_general_kind() -> None:
+def test_a_status_that_a_route_raises_has_the_general_kind_of_problem() -> None:
     assert (BY_STATUS[409].slug, BY_STATUS[422].slug) == ("conflict", "invalid")
 
 
@@ -410,15 +412,15 @@ async def test_while_an_action_is_paused_triggers_are_accepted_and_wait(here: Lo
     assert paused["state"] == "paused"
     run = (await post(here, "/actions/noop/runs", status=202)).json()
     await here.run("echo")
-    looks = here.engine.reconciler.reads
+    reads = here.engine.reconciler.reads
     here.engine.reconciler.read_now()
-    await soon(lambda: looked(here, looks + 2))
-    assert (await here.look(run["id"])).state == "pending"
+    await soon(lambda: reconciler_has_read(here, reads + 2))
+    assert (await here.read(run["id"])).state == "pending"
     assert (await post(here, "/actions/noop/resume", status=200)).json()["state"] == "active"
     assert (await here.ended(run["id"])).state == "succeeded"
 
 
-async def looked(here: LocalInstance, times: int) -> bool:
+async def reconciler_has_read(here: LocalInstance, times: int) -> bool:
     return here.engine.reconciler.reads >= times
 
 
@@ -429,13 +431,13 @@ async def test_pausing_again_changes_nothing(here: LocalInstance) -> None:
     assert await here.sql("SELECT paused_at FROM actions WHERE name = 'noop'") == since
 
 
-async def test_nothing_is_next_while_it_is_paused(here: LocalInstance) -> None:
+async def test_a_paused_action_has_no_next_run(here: LocalInstance) -> None:
     due = (await get(here, "/actions/seldom"))["next_run_at"]
     assert (await post(here, "/actions/seldom/pause", status=200)).json()["next_run_at"] is None
     assert (await post(here, "/actions/seldom/resume", status=200)).json()["next_run_at"] == due
 
 
-async def test_a_slot_during_a_pause_makes_no_run_then_or_later_and_the_next_one_keeps_its_time(
+async def test_slots_during_a_pause_are_skipped_and_the_next_slot_keeps_its_time(
     here: LocalInstance,
 ) -> None:
     await post(here, "/actions/seldom/pause", status=200)
@@ -451,7 +453,7 @@ async def test_a_slot_during_a_pause_makes_no_run_then_or_later_and_the_next_one
     assert (await get(here, "/actions/seldom"))["last_run"] is None
 
 
-async def test_resuming_what_is_not_paused_leaves_a_slot_that_is_due(here: LocalInstance) -> None:
+async def test_resuming_an_action_that_is_not_paused_keeps_its_due_slot(here: LocalInstance) -> None:
     database = here.running.context.database
     async with database.connection() as connection:
         due = "UPDATE flotilla.actions SET next_run_at = now() WHERE name = 'seldom' RETURNING next_run_at"
@@ -462,7 +464,7 @@ async def test_resuming_what_is_not_paused_leaves_a_slot_that_is_due(here: Local
         await connection.rollback()
 
 
-async def test_resuming_tells_everyone_of_the_schedule_and_of_each_place_where_runs_wait(
+async def test_resuming_notifies_of_the_schedule_and_of_each_queue_with_pending_runs(
     here: LocalInstance, address: str
 ) -> None:
     await post(here, "/actions/noop/pause", status=200)
@@ -472,21 +474,23 @@ async def test_resuming_tells_everyone_of_the_schedule_and_of_each_place_where_r
     with psycopg.connect(address, autocommit=True) as listener:
         listener.execute("LISTEN flotilla")
         await post(here, "/actions/noop/resume", status=200)
-        heard = [each.payload for each in await asyncio.to_thread(lambda: list(listener.notifies(timeout=1)))]
+        received = [each.payload for each in await asyncio.to_thread(lambda: list(listener.notifies(timeout=1)))]
     number = here.engine.catalogue.id_of("noop")
     seconds = int(later.timestamp())
-    assert "slots:" in heard
-    (places,) = [payload for payload in heard if payload.startswith("runs:")]
-    told = {f"{number}:5:{(seconds - 86400) * 10**6}", f"{number}:0:{seconds * 10**6}"}
-    assert set(places.removeprefix("runs:").split(",")) == told
+    assert "slots:" in received
+    (queues,) = [payload for payload in received if payload.startswith("runs:")]
+    expected = {f"{number}:5:{(seconds - 86400) * 10**6}", f"{number}:0:{seconds * 10**6}"}
+    assert set(queues.removeprefix("runs:").split(",")) == expected
 
 
-async def test_a_pause_waits_for_whoever_is_scheduling_a_slot_of_it(here: LocalInstance, address: str) -> None:
-    """Otherwise its run could appear after the pause was answered."""
+async def test_a_pause_waits_for_a_scheduler_that_is_inserting_a_run_of_the_action(
+    here: LocalInstance, address: str
+) -> None:
+    """Otherwise the run could appear after the response to the pause."""
     with psycopg.connect(address) as scheduling:
-        asked = {"actions": [here.engine.catalogue.id_of("seldom")]}
+        values = {"actions": [here.engine.catalogue.id_of("seldom")]}
         scheduling.execute("UPDATE flotilla.actions SET next_run_at = now() WHERE name = 'seldom'")
-        scheduling.execute(here.running.context.database.namespace.sql(READ_UNLOCKED), asked)
+        scheduling.execute(here.running.context.database.namespace.sql(READ_UNLOCKED), values)
         pausing = asyncio.create_task(post(here, "/actions/seldom/pause", status=200))
         await soon(lambda: here.sql("SELECT true FROM pg_locks WHERE NOT granted"))
         assert not pausing.done()
@@ -494,10 +498,10 @@ async def test_a_pause_waits_for_whoever_is_scheduling_a_slot_of_it(here: LocalI
     assert (await pausing).json()["state"] == "paused"
 
 
-# -- who may ----------------------------------------------------------------------------------------------------------
+# -- scopes -----------------------------------------------------------------------------------------------------------
 
 
-async def test_seeing_needs_read_and_changing_needs_operate(address: str) -> None:
+async def test_reading_needs_the_scope_read_and_changing_needs_operate(address: str) -> None:
     keys = {scope: make_key(scope, scope) for scope in ("read", "operate")}
     lines = ",".join(line for _, line in keys.values())
     async with local_instance(address, actions=MODULES, api_keys=lines) as here:

@@ -1,4 +1,4 @@
-"""Anomalies: each is found, said once, counted, and over when its remedy was taken."""
+"""Anomalies: each is found, logged once and counted, and it is over after its remedy."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def here(address: str) -> AsyncIterator[LocalInstance]:
     async with local_instance(address) as own:
-        await own.led()
+        await own.wait_for_leader()
         yield own
 
 
@@ -27,12 +27,12 @@ def anomalies_of(instance: LocalInstance) -> Anomalies:
 
 
 async def found(instance: LocalInstance) -> dict[str, str]:
-    """The kinds and subjects that anyone is shown."""
+    """Return the kinds and subjects of the anomalies that the instance shows."""
     view = (await instance.running.client.get("/health/instances")).json()
     return {each["kind"]: each["subject"] for each in view["anomalies"]}
 
 
-async def test_each_is_said_once_when_it_comes_and_once_when_it_is_over(
+async def test_an_anomaly_is_logged_once_when_it_is_found_and_once_when_it_is_over(
     here: LocalInstance, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app.fleet.cluster.anomalies")
@@ -51,14 +51,16 @@ async def test_each_is_said_once_when_it_comes_and_once_when_it_is_over(
     assert anomalies_of(here).counts == {}
 
 
-async def test_the_leader_looks_by_itself_and_the_others_do_not(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_leader_checks_for_anomalies_at_an_interval(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.fleet.cluster.anomalies.CHECK_INTERVAL", 0.02)
     async with local_instance(address) as first, local_instance(address) as second:
 
-        async def somebody_leads() -> bool:
+        async def has_leader() -> bool:
             return first.running.context.member.leading or second.running.context.member.leading
 
-        await soon(somebody_leads)
+        await soon(has_leader)
         leading = {each.running.context.member.leading: each for each in (first, second)}
         await first.sql("INSERT INTO leader_terms (instance_id, instance) SELECT 1, 'x' FROM generate_series(1, 9)")
 
@@ -69,7 +71,7 @@ async def test_the_leader_looks_by_itself_and_the_others_do_not(address: str, mo
         assert anomalies_of(leading[False]).counts == {}
 
 
-async def test_a_clock_that_is_wrong_is_measured_with_the_heartbeat(
+async def test_a_wrong_clock_is_measured_with_the_heartbeat(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (ahead,) = [each.clock_ahead or 0.0 for each in await here.running.context.member.instances()]
@@ -90,7 +92,7 @@ async def test_a_clock_that_is_wrong_is_measured_with_the_heartbeat(
     await soon(over)
 
 
-async def test_leadership_that_changes_hands_again_and_again_is_flapping(here: LocalInstance) -> None:
+async def test_frequent_changes_of_leadership_are_an_anomaly(here: LocalInstance) -> None:
 
     async def leads() -> bool:
         return await here.sql("SELECT instance FROM leader_terms") == [("flotilla-1",)]
@@ -104,8 +106,8 @@ async def test_leadership_that_changes_hands_again_and_again_is_flapping(here: L
     assert await found(here) == {}
 
 
-async def test_leaders_that_leave_one_after_the_other_are_a_deploy_and_no_flapping(here: LocalInstance) -> None:
-    """Six instances are replaced, each of them leads for a while; then six are restarted by hand."""
+async def test_leaders_that_leave_in_order_do_not_count_as_flapping(here: LocalInstance) -> None:
+    """Twelve instances were leaders one after the other and left, as in a deploy or in a restart by hand."""
     await here.sql(
         """
         INSERT INTO instances (id, name, run_id, state, hostname, pid, version, connections, started_at, heartbeat_at,
@@ -115,15 +117,15 @@ async def test_leaders_that_leave_one_after_the_other_are_a_deploy_and_no_flappi
         """
     )
     await here.sql("INSERT INTO leader_terms (instance_id, instance) SELECT n, n FROM generate_series(101, 112) AS n")
-    # It leads now.
+    # The instance of this test is the leader now.
     await here.sql("INSERT INTO leader_terms (instance_id, instance) VALUES (1, 'flotilla-1')")
     assert await found(here) == {}
-    # Those who died instead.
+    # Five of them have died instead of leaving.
     await here.sql("UPDATE instances SET gone_reason = 'its session ended' WHERE id BETWEEN 101 AND 105")
     assert await found(here) == {"leader_flapping": "flotilla"}
 
 
-async def test_a_run_that_nobody_can_take_back_is_stuck_until_what_holds_it_has_ended(here: LocalInstance) -> None:
+async def test_an_overdue_run_with_a_locked_row_is_an_anomaly_until_the_lock_ends(here: LocalInstance) -> None:
     run_id = await here.trigger("nap", {"seconds": 3600})
     await here.until(run_id, "running")
     async with here.running.context.database.connection() as guarded:
@@ -141,10 +143,10 @@ async def test_a_run_that_nobody_can_take_back_is_stuck_until_what_holds_it_has_
         return await found(here) == {}
 
     await soon(over)
-    assert "exceeded its deadline" in ((await here.look(run_id)).error or "")
+    assert "exceeded its deadline" in ((await here.read(run_id)).error or "")
 
 
-async def test_keys_that_a_living_owner_does_not_come_to_an_end_with_are_an_anomaly_until_its_run_is_cancelled(
+async def test_keys_pending_for_long_are_an_anomaly_until_the_run_is_cancelled(
     here: LocalInstance,
 ) -> None:
     run_id = await here.trigger("nap", {"seconds": 3600})
@@ -162,7 +164,7 @@ async def test_keys_that_a_living_owner_does_not_come_to_an_end_with_are_an_anom
     assert await found(here) == {}
 
 
-async def test_a_connection_that_is_out_for_too_long_is_an_anomaly_until_it_is_back(
+async def test_a_connection_borrowed_for_too_long_is_an_anomaly_until_it_is_returned(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.db.pool.pool.BORROWED_TOO_LONG", 0.001)

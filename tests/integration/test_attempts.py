@@ -1,4 +1,4 @@
-"""How an attempt ends is what is recorded on its run, and disturbs nothing else."""
+"""The end of an attempt is stored in its run, and does not affect other runs."""
 
 import asyncio
 import re
@@ -24,7 +24,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
         yield own
 
 
-async def test_it_succeeds_with_what_it_returned(here: LocalInstance) -> None:
+async def test_a_run_succeeds_with_the_return_value_of_its_action(here: LocalInstance) -> None:
     run = await here.run("echo", {"a": [1, "ü", None]})
     assert (run.state, run.result, run.attempt, run.error) == ("succeeded", {"a": [1, "ü", None]}, 1, None)
     assert run.instance == "flotilla-1"
@@ -39,23 +39,23 @@ async def test_a_typed_payload_arrives_as_its_type(here: LocalInstance) -> None:
     assert (await here.run("weigh", {"weight": "12"})).result == 12
 
 
-async def test_it_is_tried_again_and_then_fails_with_the_last_error(here: LocalInstance) -> None:
+async def test_a_run_is_retried_and_then_fails_with_its_last_error(here: LocalInstance) -> None:
     run = await here.run("fail")
     assert (run.state, run.attempt, run.max_attempts) == ("failed", 3, 3)
     assert run.error == "ValueError: the parcel\\x00is torn"
 
 
-async def test_try_again_is_a_retry(here: LocalInstance) -> None:
+async def test_an_attempt_that_raises_try_again_is_retried(here: LocalInstance) -> None:
     run = await here.run("fail-once")
     assert (run.state, run.result) == ("succeeded", 2)
 
 
-async def test_giving_up_uses_no_retry(here: LocalInstance) -> None:
+async def test_an_attempt_that_raises_give_up_is_not_retried(here: LocalInstance) -> None:
     run = await here.run("give-up")
     assert (run.state, run.attempt, run.error) == ("failed", 1, "gave up: there is no such parcel")
 
 
-async def test_a_result_that_is_no_json_fails_the_run_and_says_so(here: LocalInstance) -> None:
+async def test_a_result_that_is_not_json_fails_the_run_with_an_explanation(here: LocalInstance) -> None:
     run = await here.run("not-json")
     assert (run.state, run.attempt) == ("failed", 1)
     assert "what it returned cannot be stored as JSON" in (run.error or "")
@@ -66,20 +66,22 @@ async def test_system_exit_ends_the_run_and_not_the_process(here: LocalInstance)
     assert (run.state, run.error) == ("failed", "SystemExit: 3")
 
 
-async def test_beyond_its_deadline_it_is_cancelled(here: LocalInstance) -> None:
+async def test_an_attempt_beyond_its_deadline_is_cancelled(here: LocalInstance) -> None:
     run = await here.run("hang")
     assert (run.state, run.error) == ("failed", "exceeded its deadline of 0.3 s")
 
 
 @pytest.mark.parametrize("name", ["deaf", "deaf-thread"])
-async def test_one_that_ignores_its_cancellation_is_written_off(here: LocalInstance, name: str) -> None:
+async def test_an_attempt_that_ignores_its_cancellation_is_abandoned(here: LocalInstance, name: str) -> None:
     run = await here.run(name)
     assert run.error == "exceeded its deadline of 0.3 s; it ignored its cancellation"
     assert here.engine.executor.abandoned == 1
     assert (await here.run("echo")).state == "succeeded"
 
 
-async def test_one_that_blocks_the_loop_until_after_its_deadline_fails_and_says_so(here: LocalInstance) -> None:
+async def test_an_attempt_that_blocks_the_event_loop_beyond_its_deadline_fails_with_an_explanation(
+    here: LocalInstance,
+) -> None:
     assert (await here.run("block", {"seconds": 0.2})).state == "succeeded"
     run = await here.run("block", {"seconds": 4.5})
     assert run.state == "failed"
@@ -98,14 +100,14 @@ async def test_a_running_run_is_cancelled_on_request(here: LocalInstance) -> Non
     assert (run.state, run.error) == ("cancelled", "cancelled on request")
 
 
-async def test_a_cancellation_whose_notification_was_lost_is_seen_all_the_same(here: LocalInstance) -> None:
+async def test_a_cancellation_is_noticed_even_if_its_notification_is_lost(here: LocalInstance) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     await here.until(run_id, "running")
     await here.sql("UPDATE runs SET cancel_requested_at = now() WHERE id = %s", run_id)
     assert (await here.ended(run_id)).state == "cancelled"
 
 
-async def test_a_run_that_was_cancelled_while_it_waited_for_its_retry_does_not_begin(here: LocalInstance) -> None:
+async def test_a_pending_run_with_a_cancellation_request_ends_cancelled_and_does_not_start(here: LocalInstance) -> None:
     run_id = await here.trigger("echo", run_at=None)
     await here.ended(run_id)
     later = await here.trigger("nap", {"seconds": 60})
@@ -118,9 +120,9 @@ async def test_a_run_that_was_cancelled_while_it_waited_for_its_retry_does_not_b
 
 
 async def test_a_run_that_fails_before_its_cancellation_arrives_ends_cancelled(here: LocalInstance) -> None:
-    """Its retry would wait for an hour; it would be pending for as long, and then end without being run."""
+    """Otherwise the run would be pending for the hour until its retry, and then end without another attempt."""
     await here.sql(EFFECTS)
-    with here.unwatched():
+    with here.without_comparison():
         run_id = await here.trigger("step", {"seconds": 0.5, "failures": 1, "after": 3600})
         await here.attempt(run_id)
         await here.sql("UPDATE runs SET cancel_requested_at = now() WHERE id = %s", run_id)
@@ -137,25 +139,27 @@ async def test_effects_and_completion_commit_together(here: LocalInstance) -> No
         run = await here.run(name)
         assert (run.state, run.attempt) == ("succeeded", 1)
         assert await here.sql("SELECT count(*) FROM effects WHERE run_id = %s", run.id) == [(1,)]
-    assert await here.sql("SELECT seq, kind FROM run_events") == [(3, "noting")], "said before the end, so kept"
+    assert await here.sql("SELECT seq, kind FROM run_events") == [(3, "noting")], (
+        "the event was emitted before the end, so it is stored"
+    )
     assert not here.engine.executor.writer.fenced
 
 
-async def test_effects_are_not_there_if_the_completion_is_not(here: LocalInstance, tmp_path: Path) -> None:
+async def test_effects_are_rolled_back_if_the_completion_is_fenced(here: LocalInstance, tmp_path: Path) -> None:
     await here.sql(EFFECTS)
     gate = tmp_path / "gate"
     run_id = await here.trigger("note", {"gate": str(gate)})
-    # It has said what it says first, and is about to commit.
+    # The attempt has emitted its event, and is about to commit.
     await soon(lambda: here.sql("SELECT 1 FROM run_events WHERE run_id = %s", run_id))
-    with here.unwatched():
-        # As if it had been taken over: another claim has moved the token.
+    with here.without_comparison():
+        # As if another instance had claimed the run: the token has changed.
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s RETURNING 1", run_id)
         gate.touch()
         await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.executor.writer.fenced["commit"] == 1))
     assert await here.sql("SELECT * FROM effects") == []
 
 
-async def test_checkpoints_progress_and_events_are_kept_in_order(here: LocalInstance) -> None:
+async def test_progress_events_are_stored_in_order(here: LocalInstance) -> None:
     run = await here.run("walk", {"steps": 5, "seconds": 0.01})
     assert run.progress == {"done": 1.0, "text": None}
     events = await here.sql("SELECT seq, kind, data->>'done' FROM run_events WHERE run_id = %s ORDER BY seq", run.id)
@@ -177,7 +181,7 @@ async def test_an_action_triggers_another(here: LocalInstance) -> None:
     assert (await here.ended(run.result)).result == {"x": 1}
 
 
-async def test_a_trigger_in_a_session_is_there_exactly_if_it_commits(here: LocalInstance) -> None:
+async def test_a_run_triggered_in_a_session_exists_exactly_if_the_session_commits(here: LocalInstance) -> None:
     current.set(here.engine.triggers)
     database = here.running.context.database
     lost = 0
@@ -227,11 +231,11 @@ async def test_the_trigger_of_an_action_takes_a_payload_of_its_type_and_mypy_no_
         await noop.trigger([1])  # type: ignore[arg-type]
 
 
-async def test_many_at_once_all_end_and_free_their_slots(here: LocalInstance) -> None:
+async def test_thousands_of_runs_all_end_and_free_their_slots(here: LocalInstance) -> None:
     ids = await here.trigger_all([Order("noop")] * 3000)
     assert len(set(ids)) == 3000
     await soon(lambda: here.sql("SELECT 1 WHERE (SELECT count(*) FROM finished_runs) = 3000"))
-    # The executor has the answer a moment after the commit.
+    # The executor receives the response a moment after the commit.
     await soon(lambda: all_slots_free(here))
     assert await here.sql("SELECT count(*) FROM runs") == [(0,)]
 
@@ -240,17 +244,17 @@ async def all_slots_free(here: LocalInstance) -> bool:
     return here.engine.executor.room == 100
 
 
-async def test_its_result_that_postgresql_refuses_fails_only_that_run(
+async def test_a_result_that_postgresql_refuses_fails_only_its_run(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if our own check of results had a hole."""
+    """The check of results by the executor is bypassed for this test."""
     from app.fleet.engine.actions.run import as_json as genuine
     from app.fleet.engine.execute import executor
 
-    def holed(value: object, what: str, most: int) -> str:
-        return "{no json" if value == {"poison": True} else genuine(value, what, most)
+    def without_check(value: object, what: str, limit: int) -> str:
+        return "{no json" if value == {"poison": True} else genuine(value, what, limit)
 
-    monkeypatch.setattr(executor, "as_json", holed)
+    monkeypatch.setattr(executor, "as_json", without_check)
     here.running.context.lifecycle.draining.set()
     ids = await here.trigger_all([Order("echo", {"poison": n == 7}) for n in range(20)])
     here.running.context.lifecycle.draining.clear()
@@ -261,7 +265,7 @@ async def test_its_result_that_postgresql_refuses_fails_only_that_run(
     await soon(lambda: all_slots_free(here))
 
 
-async def test_whatever_an_attempt_logs_says_which_run_it_was(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_log_lines_of_an_attempt_have_the_id_of_its_run(address: str, capfd: pytest.CaptureFixture[str]) -> None:
     async with local_instance(address) as here:
         run = await here.run("talk")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "the parcel is heavy" in line]

@@ -1,4 +1,4 @@
-"""Whoever changes something is in the log: by the name of an API key, or as the user of the command line."""
+"""The audit log: each change is logged with the name of the API key, or with the user of the command line."""
 
 import logging
 import re
@@ -65,8 +65,8 @@ async def test_every_request_that_changes_something_is_logged_with_the_name_of_i
     assert retried["route"] == "/runs/{id}/retry"
     batch = await audited(here, caplog, key, "POST", "/runs:batch", {"runs": [{"action": "echo"}] * 3})
     assert re.fullmatch(r"3 runs from \d+", batch["subject"])
-    many = await audited(here, caplog, key, "POST", "/runs:retry", {"action": "noop"})
-    assert (many["route"], many["subject"]) == ("/runs:retry", "noop 0 runs")
+    count = await audited(here, caplog, key, "POST", "/runs:retry", {"action": "noop"})
+    assert (count["route"], count["subject"]) == ("/runs:retry", "noop 0 runs")
     assert (await audited(here, caplog, key, "POST", "/actions/noop/resume"))["route"] == "/actions/{name}/resume"
     own = await audited(here, caplog, key, "POST", "/trial/parcels", {"weight": 3})
     assert (own["key"], own["route"], own["status"]) == ("alice", "/trial/parcels", 200)
@@ -92,7 +92,7 @@ async def test_only_an_admin_releases_a_lock(here: LocalInstance, caplog: pytest
     assert (await audited(here, caplog, ADMIN[0], "DELETE", "/locks/none?reason=why"))["key"] == "root"
 
 
-async def test_an_address_that_sends_unknown_keys_is_slowed_down_and_a_valid_key_never_is(here: LocalInstance) -> None:
+async def test_an_address_that_sends_unknown_keys_is_limited_and_a_valid_key_is_not(here: LocalInstance) -> None:
     for _ in range(MAX_UNKNOWN_KEYS):
         is_problem(await ask(here, "flotilla_wrong", "GET", "/actions"), "unauthorized")
     refused = await ask(here, "flotilla_wrong", "GET", "/actions")
@@ -106,7 +106,7 @@ async def test_an_address_that_sends_unknown_keys_is_slowed_down_and_a_valid_key
         assert f'flotilla_keys_refused_total{{reason="{reason}"}} {count:.1f}' in metrics
 
 
-async def test_what_the_command_line_changes_is_logged_by_the_leader(
+async def test_the_leader_logs_changes_made_with_the_command_line(
     here: LocalInstance, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def leads() -> bool:
@@ -116,14 +116,14 @@ async def test_what_the_command_line_changes_is_logged_by_the_leader(
     caplog.set_level(logging.INFO)
     run_id = await here.trigger("give-up")
     await here.ended(run_id)
-    asked = (
+    commands = (
         ("actions pause", ("noop",), "noop"),
         ("actions resume", ("noop",), "noop"),
         ("trigger", ("noop",), r"noop run \d+"),
         ("runs retry", (str(run_id),), f"run {run_id}"),
         ("runs retry-all", ("--action", "noop"), "noop 0 runs"),
     )
-    for number, (command, arguments, subject) in enumerate(asked, 1):
+    for number, (command, arguments, subject) in enumerate(commands, 1):
         flotilla(address, *command.split(), *arguments)
         await soon(lambda number=number: has_records(caplog, number))  # type: ignore[misc]
         event = logged(caplog, "command.audited")[-1]
@@ -132,8 +132,8 @@ async def test_what_the_command_line_changes_is_logged_by_the_leader(
         assert " on " in event["by"]
 
 
-async def has_records(caplog: pytest.LogCaptureFixture, many: int) -> bool:
-    return len(logged(caplog, "command.audited")) >= many
+async def has_records(caplog: pytest.LogCaptureFixture, count: int) -> bool:
+    return len(logged(caplog, "command.audited")) >= count
 
 
 def flotilla(address: str, *arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""A pending run is claimed by one, in the right order, within its action's limits, and only by the living."""
+"""A pending run is claimed by one living instance, in the right order, within the limits of its action."""
 
 import asyncio
 from collections import Counter
@@ -28,7 +28,7 @@ POSTGRES_VERSIONS = (18, 16)
 ALLOWED_OF = ALLOWED.replace("{schema}", "flotilla").replace("%(actions)s", "%s")
 
 
-async def test_many_that_claim_at_once_share_the_runs_and_nobody_waits(address: str) -> None:
+async def test_instances_that_claim_at_the_same_time_get_different_runs(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         ids = await here.trigger(*[Order("tick")] * 500)
         claiming = [await here.instance(f"i-{number}") for number in range(5)]
@@ -38,7 +38,7 @@ async def test_many_that_claim_at_once_share_the_runs_and_nobody_waits(address: 
         assert set(claimed) <= set(ids)
 
 
-async def test_a_locked_run_is_skipped_and_not_waited_for(address: str) -> None:
+async def test_a_claim_skips_a_locked_run_without_waiting(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         first, second = await here.trigger(Order("tick"), Order("tick"))
         with psycopg.connect(address) as holder:
@@ -48,7 +48,7 @@ async def test_a_locked_run_is_skipped_and_not_waited_for(address: str) -> None:
         assert [run.run_id for run in await one.claim()] == [first]
 
 
-async def test_higher_priorities_first_then_whoever_waits_longest(address: str) -> None:
+async def test_runs_are_claimed_by_priority_and_then_by_waiting_time(address: str) -> None:
     now = datetime.now(UTC)
     async with engine_harness(address, declare()) as here:
         late, early, urgent, idle = await here.trigger(
@@ -78,7 +78,7 @@ def names(claimed: Sequence[Claimed], ids: dict[int, str]) -> Counter[str]:
 
 @pytest.mark.parametrize("ordering_key", [None, "a"])
 @pytest.mark.parametrize("limit", LIMITS)
-async def test_a_higher_priority_comes_first_whatever_its_limit_and_in_lines_too(
+async def test_a_run_with_a_higher_priority_is_claimed_first_also_if_limited_or_ordered(
     address: str, limit: dict[str, Any], ordering_key: str | None
 ) -> None:
     async with engine_harness(address, declare("flood", priority=-5), declare("urgent", priority=5, **limit)) as here:
@@ -90,7 +90,7 @@ async def test_a_higher_priority_comes_first_whatever_its_limit_and_in_lines_too
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-async def test_within_a_priority_what_waits_longest_comes_first_whatever_its_limit(
+async def test_within_a_priority_the_longest_waiting_run_is_claimed_first_also_if_limited(
     address: str, limit: dict[str, Any]
 ) -> None:
     now = datetime.now(UTC)
@@ -104,7 +104,7 @@ async def test_within_a_priority_what_waits_longest_comes_first_whatever_its_lim
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-async def test_a_flood_of_a_priority_leaves_a_share_to_each_place_and_nothing_to_lower_ones(
+async def test_a_claim_shares_its_room_among_queues_of_one_priority_before_lower_ones(
     address: str, limit: dict[str, Any]
 ) -> None:
     actions = [declare("flood", priority=5, **limit), declare("calm", priority=5), declare("low")]
@@ -117,7 +117,7 @@ async def test_a_flood_of_a_priority_leaves_a_share_to_each_place_and_nothing_to
         assert names(await one.claim(room=95), flood | low | calm) == {"flood": 92, "low": 3}
 
 
-async def test_places_without_limits_are_claimed_in_one_statement_whatever_their_priorities(
+async def test_queues_without_limits_are_claimed_in_one_statement_whatever_their_priorities(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actions = [declare(f"tick-{number}", priority=number // 2) for number in range(6)]
@@ -136,7 +136,7 @@ async def test_places_without_limits_are_claimed_in_one_statement_whatever_their
 
 
 async def test_a_claim_locks_no_more_than_it_takes_and_sorts_no_runs(address: str) -> None:
-    """Its plan on a dedicated connection: places in their order, and from each as many as there is room for."""
+    """Read its plan on a dedicated connection: it reads the queues in order, and from each only as many runs as fit."""
     async with engine_harness(address, *[declare(f"tick-{number}") for number in range(3)]) as here:
         one, dedicated = await here.instance("one"), here.database.dedicated()
         await here.trigger(*[Order(f"tick-{number}") for number in range(3)] * 100)
@@ -151,28 +151,28 @@ async def test_a_claim_locks_no_more_than_it_takes_and_sorts_no_runs(address: st
         locks = [node for node in nodes(plan[0]["Plan"]) if node["Node Type"] == "LockRows"]
         assert sum(node["Actual Rows"] * node["Actual Loops"] for node in locks) == 8 + 1, "the runs, and the instance"
         claimed = await here.sql("SELECT action_id, count(*) FROM runs WHERE state = 'running' GROUP BY 1 ORDER BY 1")
-        assert claimed == [(here.catalogue.ids[1], 4), (here.catalogue.ids[2], 4)], "in the order of the places"
+        assert claimed == [(here.catalogue.ids[1], 4), (here.catalogue.ids[2], 4)], "in the order of the queues"
 
 
-async def test_what_runs_is_not_counted_for_a_rate_alone(address: str) -> None:
+async def test_running_runs_are_counted_only_for_an_action_with_concurrency(address: str) -> None:
     async with engine_harness(
         address, declare("rated", rate="10/s"), declare("both", rate="10/s", concurrency=5)
     ) as here:
-        looked = []
+        counted = []
         for identifier in here.catalogue.ids:
             ((plan,),) = await here.sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {ALLOWED_OF}", [identifier])
-            looked.append(any(scan["Actual Loops"] > 0 for scan in scans(plan[0]["Plan"], "runs")))
-        assert looked == [False, True]
+            counted.append(any(scan["Actual Loops"] > 0 for scan in scans(plan[0]["Plan"], "runs")))
+        assert counted == [False, True]
 
 
 @pytest.mark.parametrize("ordering_key", [False, True])
 @pytest.mark.parametrize(
     "text", ["repeat('x', 1000000)", "(SELECT string_agg(md5(n::text), '') FROM generate_series(1, 31250) AS n)"]
 )
-async def test_a_claim_is_bounded_in_bytes_and_leaves_the_rest_to_the_next(
+async def test_a_claim_is_bounded_in_bytes_and_the_next_claim_takes_the_rest(
     address: str, text: str, ordering_key: bool
 ) -> None:
-    """With a megabyte each for payload and checkpoint, compressed or not."""
+    """Payload and checkpoint have a megabyte each, compressible or not."""
     async with engine_harness(address, declare()) as here:
         made = await here.trigger(*[Order("tick", ordering_key=f"{n}" if ordering_key else None) for n in range(40)])
         await here.sql(f"UPDATE runs SET payload = to_json({text}), checkpoint = to_json({text}) RETURNING 1")
@@ -185,31 +185,31 @@ async def test_a_claim_is_bounded_in_bytes_and_leaves_the_rest_to_the_next(
         assert sorted(run.run_id for run in claimed) == made
 
 
-async def test_a_run_that_becomes_due_while_a_claim_is_under_way_is_claimed_next(
+async def test_a_run_that_becomes_due_during_a_claim_is_claimed_by_the_next_claim(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the claim has looked, and before it asks when the next run is due."""
+    """It becomes due after the claim has read the queue, and before the claim reads when the next run is due."""
     async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
-        # It learns what time it is.
+        # The claim sets the clock of the instance.
         await one.claim()
         soon_due = datetime.now(UTC) + timedelta(seconds=1)
         await here.trigger(Order("tick"), Order("tick", run_at=soon_due))
-        ask = one.claimant._read_next_due
+        read_next_due = one.claimant._read_next_due
 
-        async def ask_when_it_is_due(*values: Any) -> None:
+        async def read_when_the_run_is_due(*values: Any) -> None:
             while (await here.sql("SELECT clock_timestamp() > %s", soon_due)) == [(False,)]:
                 pass
-            await ask(*values)
+            await read_next_due(*values)
 
-        monkeypatch.setattr(one.claimant, "_read_next_due", ask_when_it_is_due)
+        monkeypatch.setattr(one.claimant, "_read_next_due", read_when_the_run_is_due)
         now = asyncio.get_running_loop().time()
         one.backlog.add(here.catalogue.id_of("tick"), 0, soon_due, now)
         assert len(await one.claim()) == 1
         assert len(await one.claim(everywhere=False)) == 1
 
 
-async def test_a_run_for_later_waits(address: str) -> None:
+async def test_a_run_is_not_claimed_before_its_run_at(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick", run_at=datetime.now(UTC) + timedelta(hours=1)))
         assert await (await here.instance("one")).claim() == []
@@ -223,7 +223,7 @@ async def test_a_paused_action_is_not_claimed(address: str) -> None:
         assert [run.run_id for run in await (await here.instance("one")).claim()] == [free]
 
 
-async def test_whoever_was_declared_gone_claims_nothing(address: str) -> None:
+async def test_an_instance_that_was_declared_gone_claims_no_run(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         one = await here.instance("one")
@@ -231,7 +231,7 @@ async def test_whoever_was_declared_gone_claims_nothing(address: str) -> None:
         assert await one.claim() == []
 
 
-async def test_a_claim_that_is_under_way_is_seen_by_the_death_that_waits_for_it(address: str) -> None:
+async def test_an_instance_is_not_declared_gone_during_its_claim_and_the_claimed_run_is_rescued(address: str) -> None:
     """Interleaved by hand: the row of the claiming instance is held until its claim is committed."""
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
@@ -259,13 +259,13 @@ async def test_concurrency_is_exact_in_the_whole_cluster(address: str, limit: in
         while ended < 60:
             await asyncio.gather(*(each.claim() for each in claiming))
             running = await here.sql("SELECT id FROM runs WHERE state = 'running'")
-            # None, where each of them found what another was about to claim.
+            # It is empty if each instance found only runs that another instance had locked.
             assert len(running) <= limit
             await here.sql("DELETE FROM runs WHERE state = 'running' RETURNING 1")
             ended += len(running)
 
 
-async def test_overlap_queue_runs_one_after_another(address: str) -> None:
+async def test_with_overlap_queue_one_run_of_the_action_is_claimed_at_a_time(address: str) -> None:
     async with engine_harness(address, declare(overlap="queue")) as here:
         first, second = await here.trigger(Order("tick"), Order("tick"))
         one, two = await here.instance("one"), await here.instance("two")
@@ -275,14 +275,14 @@ async def test_overlap_queue_runs_one_after_another(address: str) -> None:
         assert [run.run_id for run in await two.claim()] == [second]
 
 
-async def test_a_rate_is_kept_by_all_together(address: str) -> None:
+async def test_all_instances_together_keep_the_rate_of_an_action(address: str) -> None:
     async with engine_harness(address, declare(rate="20/s", burst=20)) as here:
         await here.trigger(*[Order("tick")] * 200)
         claiming = [await here.instance(f"i-{number}") for number in range(4)]
         loop = asyncio.get_running_loop()
         began = loop.time()
         started = 0
-        # 20 at once, and then 20 a second, and no more; fewer only where nobody claims for long.
+        # At most 20 at once, and then 20 a second; fewer only if no instance claims for a long time.
         while started < 50:
             for share in await asyncio.gather(*(each.claim() for each in claiming)):
                 started += len(share)
@@ -356,7 +356,7 @@ async def change(here: EngineHarness, **options: Any) -> None:
 async def test_a_changed_rate_holds_from_the_next_claim_on(
     address: str, before: dict[str, Any], started: int, after: dict[str, Any], more: int
 ) -> None:
-    """What was started counts on; the time that the old rate would have taken does not."""
+    """Runs that have started still count; the waiting time of the old rate does not."""
     async with engine_harness(address, declare(**before)) as here:
         await here.trigger(*[Order("tick")] * 1200)
         one = await here.instance("one")
@@ -384,14 +384,14 @@ async def test_a_rate_can_be_changed_however_long_no_run_has_started(address: st
         assert len(await (await here.instance("one")).claim()) == 1
 
 
-async def test_a_limit_of_one_action_keeps_none_of_the_others(address: str) -> None:
+async def test_a_limit_of_one_action_does_not_limit_other_actions(address: str) -> None:
     async with engine_harness(address, declare("tight", concurrency=1), declare("tick")) as here:
         await here.trigger(*[Order("tight", priority=9)] * 50)
         await here.trigger(*[Order("tick")] * 50)
         assert len(await (await here.instance("one")).claim(room=60)) == 51
 
 
-async def test_a_new_claim_has_a_token_nobody_had(address: str) -> None:
+async def test_each_claim_of_a_run_gets_a_higher_token(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         one = await here.instance("one")
@@ -399,12 +399,12 @@ async def test_a_new_claim_has_a_token_nobody_had(address: str) -> None:
         for _ in range(3):
             ((_, token, _),) = await one.claim()
             tokens.append(token)
-            # A pause lowers the attempt. The token only ever grows.
+            # A pause lowers the attempt number. The token only grows.
             await here.sql("UPDATE runs SET state = 'pending', attempt = 0 RETURNING 1")
         assert tokens == [1, 2, 3]
 
 
-async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> None:
+async def test_after_the_last_due_run_the_backlog_knows_the_next_due_time(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         now = asyncio.get_running_loop().time()
         later = datetime.now(UTC) + timedelta(hours=1)
@@ -421,13 +421,13 @@ async def test_when_nothing_more_is_due_the_next_time_is_known(address: str) -> 
 # -- the floor --------------------------------------------------------------------------------------------------------
 
 
-async def told(one: Claiming, name: str, run_at: datetime) -> None:
+async def notify(one: Claiming, name: str, run_at: datetime) -> None:
     now = asyncio.get_running_loop().time()
     one.backlog.add(one.harness.catalogue.id_of(name), 0, run_at, now)
 
 
-async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None:
-    """With a snapshot open, the index keeps the entries of all that ever waited; the plan shows how many are met."""
+async def test_a_claim_does_not_read_the_index_entries_of_ended_runs(address: str) -> None:
+    """While a snapshot is open, the index keeps the entries of all earlier runs; the plan shows how many are read."""
     async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
         with psycopg.connect(address) as reader:
@@ -438,7 +438,7 @@ async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None
                 assert len(await one.claim()) == 50
                 await here.sql("DELETE FROM runs RETURNING 1")
             floor = one.backlog._queues[QueueKey(here.catalogue.id_of("tick"), 0)].floor
-            look = """
+            explain = """
                 EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, SUMMARY OFF, FORMAT JSON)
                 SELECT id FROM runs
                 WHERE state = 'pending' AND ordering_key IS NULL AND action_id = %s AND priority = 0
@@ -447,12 +447,14 @@ async def test_a_claim_does_not_walk_through_what_has_left(address: str) -> None
             """
             blocks = []
             for since in (datetime(2020, 1, 1, tzinfo=UTC), floor):
-                ((plan,),) = await here.sql(look, here.catalogue.id_of("tick"), since)
+                ((plan,),) = await here.sql(explain, here.catalogue.id_of("tick"), since)
                 blocks.append(plan[0]["Plan"]["Shared Hit Blocks"])
-        assert blocks[0] > 5 * blocks[1], "from the beginning it meets every one of them, from the floor none"
+        assert blocks[0] > 5 * blocks[1], (
+            "a read from the beginning reads all old entries, a read from the floor reads none"
+        )
 
 
-async def test_a_run_whose_transaction_began_before_the_floor_is_found_when_it_is_told(address: str) -> None:
+async def test_a_notification_of_a_run_from_before_the_floor_lowers_the_floor(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
         await one.claim()
@@ -462,46 +464,46 @@ async def test_a_run_whose_transaction_began_before_the_floor_is_found_when_it_i
             assert len(await one.claim()) == 1
             insert = "INSERT INTO flotilla.runs (action_id, priority, run_at, max_attempts, trigger)"
             slow.execute(f"{insert} VALUES (%s, 0, now(), 1, 'code')", [here.catalogue.id_of("tick")])
-        await told(one, "tick", datetime.now(UTC) + timedelta(hours=1))
-        await told(one, "tick", began)
+        await notify(one, "tick", datetime.now(UTC) + timedelta(hours=1))
+        await notify(one, "tick", began)
         assert len(await one.claim(everywhere=False)) == 1
 
 
-async def test_what_is_told_while_a_claim_is_under_way_is_not_forgotten(address: str) -> None:
+async def test_a_notification_during_a_claim_keeps_its_queue_due(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         one = await here.instance("one")
         ((began,),) = await here.sql("SELECT now()")
-        ready = one.backlog
-        await told(one, "tick", began)
-        ready.begin_claim()
-        await told(one, "tick", began - timedelta(seconds=1))
-        place = QueueKey(here.catalogue.id_of("tick"), 0)
-        ready.exhausted(place, began, ready.end_claim().get(place))
-        assert ready.due(asyncio.get_running_loop().time())
-        assert ready._queues[place].floor == began - timedelta(seconds=1)
+        backlog = one.backlog
+        await notify(one, "tick", began)
+        backlog.begin_claim()
+        await notify(one, "tick", began - timedelta(seconds=1))
+        queue_key = QueueKey(here.catalogue.id_of("tick"), 0)
+        backlog.exhausted(queue_key, began, backlog.end_claim().get(queue_key))
+        assert backlog.due(asyncio.get_running_loop().time())
+        assert backlog._queues[queue_key].floor == began - timedelta(seconds=1)
 
 
-async def test_many_places_at_once_are_shared_out(address: str) -> None:
+async def test_many_due_queues_are_divided_among_the_instances(address: str) -> None:
     actions = [declare(f"tick-{number}") for number in range(MANY + 50)]
     async with engine_harness(address, *actions) as here:
         await here.trigger(*[Order(each.name) for each in actions])
         ((began, server_now),) = await here.sql("SELECT min(run_at), clock_timestamp() FROM runs")
-        everyone = [(identifier, 0, began) for identifier in here.catalogue.ids]
+        all_queues = [(identifier, 0, began) for identifier in here.catalogue.ids]
         now = asyncio.get_running_loop().time()
         parts = []
         for ours in range(3):
             one = await here.instance(f"i-{ours}")
             one.clock.learn(server_now, now)
             one.backlog.part = (ours, 3)
-            others = one.backlog.add_all(everyone, now)
-            parts.append({place[0] for place, _ in one.backlog.due(now)})
-            assert {place[0] for place in others} == set(here.catalogue.ids) - parts[-1]
-        assert [len(part) for part in parts] == [len(set(everyone)) // 3 + (ours == 1) for ours in range(3)]
+            others = one.backlog.add_all(all_queues, now)
+            parts.append({queue_key[0] for queue_key, _ in one.backlog.due(now)})
+            assert {queue_key[0] for queue_key in others} == set(here.catalogue.ids) - parts[-1]
+        assert [len(part) for part in parts] == [len(set(all_queues)) // 3 + (ours == 1) for ours in range(3)]
         assert set.union(*parts) == set(here.catalogue.ids)
         assert len(await one.claim(room=len(actions), everywhere=False)) == len(parts[2])
 
 
-async def test_a_few_places_are_everyones(address: str) -> None:
+async def test_a_few_due_queues_are_due_for_every_instance(address: str) -> None:
     actions = [declare(f"tick-{number}") for number in range(4)]
     async with engine_harness(address, *actions) as here:
         one = await here.instance("one")
@@ -513,7 +515,7 @@ async def test_a_few_places_are_everyones(address: str) -> None:
 
 
 async def test_a_completion_finds_its_rows_by_their_ids_even_if_it_was_planned_on_an_empty_table(address: str) -> None:
-    """An empty table makes a walk through all of it look cheap; under a snapshot, that becomes a long one."""
+    """With an empty table, a scan of the whole index looks cheap; while a snapshot is open, such a scan is long."""
     async with engine_harness(address, declare()) as here:
         one, dedicated, finish = (
             await here.instance("one"),
@@ -535,7 +537,7 @@ async def test_a_completion_finds_its_rows_by_their_ids_even_if_it_was_planned_o
         await dedicated.close()
         found = [scan.get("Index Cond") or scan["Recheck Cond"] for scan in scans(plan[0]["Plan"], "runs")]
         assert {condition.partition(" = ANY ")[0] for condition in found} == {"(id"}
-        assert "Nested Loop" not in str(plan), "each of the batch is not compared with each of the rows"
+        assert "Nested Loop" not in str(plan), "the runs of the batch are not compared one by one with all rows"
 
 
 def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:

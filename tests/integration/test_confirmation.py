@@ -1,4 +1,4 @@
-"""A connection that breaks at the commit: the answer is what was done, or that it is not known."""
+"""A connection that breaks at the commit: the response has the result, or says that the outcome is unknown."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from app.fleet.engine.enqueue import confirm
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import OutcomeUnknown
-from tests.integration.test_actions_http import get, post, runs_there_are
+from tests.integration.test_actions_http import count_runs, get, post
 from tests.integration.test_edge import is_problem
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
@@ -21,7 +21,7 @@ from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
 
-# In the payload, and so in what is sent to PostgreSQL.
+# In the payload, and so in the message that is sent to PostgreSQL.
 MARKED = {"text": "the-one-that-breaks"}
 SENT = MARKED["text"].encode()
 
@@ -42,7 +42,7 @@ async def here(address: str, proxy: Proxy) -> AsyncIterator[LocalInstance]:
         proxy.heal()
 
 
-async def recovered(here: LocalInstance) -> None:
+async def wait_until_healthy(here: LocalInstance) -> None:
     async def healthy() -> bool:
         return here.running.context.database.healthy
 
@@ -53,7 +53,7 @@ async def recovered(here: LocalInstance) -> None:
 @pytest.mark.parametrize(
     ("name", "last"), [("echo", ()), ("alone", (b"COMMIT",))], ids=["one statement", "a transaction"]
 )
-async def test_a_request_without_a_key_makes_one_run_and_is_answered_with_it(
+async def test_a_request_whose_commit_is_unconfirmed_makes_and_returns_one_run(
     here: LocalInstance, proxy: Proxy, breaks: str, name: str, last: tuple[bytes, ...]
 ) -> None:
     payload = MARKED if name == "echo" else {"seconds": 0, "text": MARKED["text"]}
@@ -61,12 +61,14 @@ async def test_a_request_without_a_key_makes_one_run_and_is_answered_with_it(
     trap(SENT, *last)
     run = (await post(here, f"/actions/{name}/runs", {"payload": payload}, 202)).json()
     assert proxy.sprung.is_set()
-    assert await runs_there_are(here) == 1
+    assert await count_runs(here) == 1
     assert await get(here, f"/runs/{run['id']}") == run
 
 
 @pytest.mark.parametrize("breaks", ["after the commit", "before the commit arrives"])
-async def test_a_batch_is_answered_with_its_runs_in_their_order(here: LocalInstance, proxy: Proxy, breaks: str) -> None:
+async def test_a_batch_whose_commit_is_unconfirmed_returns_its_runs_in_order(
+    here: LocalInstance, proxy: Proxy, breaks: str
+) -> None:
     orders: list[dict[str, Any]] = [{"action": "echo", "payload": {"n": n}} for n in range(5)]
     orders += [{"action": "echo", "payload": MARKED, "key": "k"}, {"action": "noop"}]
     trap = proxy.withhold_answer if breaks == "after the commit" else proxy.lose
@@ -74,12 +76,12 @@ async def test_a_batch_is_answered_with_its_runs_in_their_order(here: LocalInsta
     runs = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
     assert proxy.sprung.is_set()
     assert [run["payload"] for run in runs] == [{"n": 0}, {"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}, MARKED, {}]
-    assert len({run["id"] for run in runs}) == 7 == await runs_there_are(here)
+    assert len({run["id"] for run in runs}) == 7 == await count_runs(here)
 
 
 @pytest.mark.parametrize("given", [{"headers": {"idempotency-key": "k"}}, {"key": "k"}])
 @pytest.mark.parametrize("path", ["/actions/echo/runs", "/runs:batch"])
-async def test_a_request_with_a_key_is_repeated_by_the_service_itself(
+async def test_the_service_itself_repeats_an_unconfirmed_request_with_a_key(
     here: LocalInstance, proxy: Proxy, given: dict[str, Any], path: str
 ) -> None:
     order = {"payload": MARKED, **({"key": "k"} if "key" in given else {})}
@@ -88,18 +90,18 @@ async def test_a_request_with_a_key_is_repeated_by_the_service_itself(
     answer = await post(here, path, body, headers=given.get("headers"))
     assert proxy.sprung.is_set()
     assert answer.status_code == 200, answer.text
-    assert await runs_there_are(here) == 1
+    assert await count_runs(here) == 1
 
 
-async def test_a_commit_that_arrives_after_the_repetition_writes_nothing(here: LocalInstance) -> None:
+async def test_an_insert_that_arrives_after_its_repetition_is_rolled_back(here: LocalInstance) -> None:
     triggers = here.engine.triggers
     await triggers.trigger([Order("echo"), Order("noop")], by="api", mark="request:x")
     with pytest.raises(psycopg.errors.UniqueViolation):
         await triggers.trigger([Order("echo"), Order("noop")], by="api", mark="request:x")
-    assert await runs_there_are(here) == 2
+    assert await count_runs(here) == 2
 
 
-async def test_a_mark_is_forgotten_with_the_run(here: LocalInstance) -> None:
+async def test_the_mark_of_a_request_is_deleted_with_its_run(here: LocalInstance) -> None:
     await post(here, "/actions/noop/resume", status=200)
     run = (await post(here, "/actions/noop/runs", status=202)).json()
     await here.ended(run["id"])
@@ -109,7 +111,7 @@ async def test_a_mark_is_forgotten_with_the_run(here: LocalInstance) -> None:
     assert await here.sql("SELECT run_id FROM run_keys") == []
 
 
-async def test_while_the_database_stays_away_the_answer_is_that_it_is_not_known(
+async def test_during_an_outage_an_unconfirmed_request_is_answered_with_outcome_unknown(
     here: LocalInstance, proxy: Proxy, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(confirm, "CONFIRM_TIMEOUT", 0.5)
@@ -119,34 +121,32 @@ async def test_while_the_database_stays_away_the_answer_is_that_it_is_not_known(
     assert "retry-after" not in refused.headers
     with psycopg.connect(address) as direct:
         assert direct.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (1,)
-    # What was not sent has no unknown outcome.
+    # A request that was not sent to PostgreSQL is only unavailable.
     is_problem(await post(here, "/actions/echo/runs", {"payload": {}}), "unavailable")
     is_problem(await here.running.client.get("/runs"), "unavailable")
     proxy.heal()
-    await recovered(here)
+    await wait_until_healthy(here)
 
 
-async def test_a_change_whose_commit_was_not_confirmed_is_not_said_to_have_failed(
+async def test_an_unconfirmed_change_is_answered_with_outcome_unknown_and_not_as_failed(
     here: LocalInstance, proxy: Proxy
 ) -> None:
     proxy.withhold_answer(b"SET paused_at = clock_timestamp()")
     refused = await post(here, "/actions/weigh/pause")
     assert proxy.sprung.is_set()
     is_problem(refused, "outcome-unknown")
-    await recovered(here)
+    await wait_until_healthy(here)
     assert (await get(here, "/actions/weigh"))["state"] == "paused"
 
 
-async def test_reading_may_be_repeated_whenever_the_connection_breaks(here: LocalInstance, proxy: Proxy) -> None:
+async def test_a_read_whose_connection_breaks_is_answered_with_unavailable(here: LocalInstance, proxy: Proxy) -> None:
     proxy.withhold_answer(b"finished_runs")
     refused = await here.running.client.get("/runs/4711")
     assert proxy.sprung.is_set()
     is_problem(refused, "unavailable")
 
 
-def test_a_command_whose_commit_was_not_confirmed_says_that_its_outcome_is_not_known(
-    address: str, proxy: Proxy
-) -> None:
+def test_an_unconfirmed_command_reports_that_its_outcome_is_unknown(address: str, proxy: Proxy) -> None:
     through = f"postgresql://postgres@127.0.0.1:{proxy.port}/{address.rpartition('/')[2]}"
     environment = {**os.environ, "DATABASE_URL": through, "FLOTILLA_ACTIONS": "tests.support.trial_actions"}
     with psycopg.connect(address, autocommit=True) as direct:

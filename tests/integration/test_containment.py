@@ -1,4 +1,4 @@
-"""Nothing that an action raises, returns or emits gets further than its own attempt."""
+"""Containment: what an action raises, returns or emits affects only its own attempt."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,8 +26,8 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
         yield own
 
 
-# It waits for its second attempt, or has had it.
-WAITS = """
+# Whether the run waits for its second attempt within a year, or has ended.
+READ_SECOND_WAIT = """
 SELECT run_at < clock_timestamp() + interval '367 days' FROM runs WHERE id = %s AND error IS NOT NULL
 UNION ALL
 SELECT true FROM finished_runs WHERE id = %s
@@ -39,7 +39,7 @@ async def all_slots_are_free(here: LocalInstance) -> None:
 
 
 @pytest.mark.parametrize("name", ["misbehave", "misbehave-in-thread"])
-async def test_whatever_it_does_its_run_fails_and_its_slot_comes_back(here: LocalInstance, name: str) -> None:
+async def test_any_fault_of_an_action_fails_only_its_run_and_frees_its_slot(here: LocalInstance, name: str) -> None:
     for how in trial_faults.WAYS:
         for run_id in await here.trigger_all([Order(name, {"how": how})] * (CONCURRENCY + 1)):
             run = await here.ended(run_id)
@@ -61,9 +61,11 @@ async def test_a_task_that_an_action_started_does_not_end_the_process(
     await all_slots_are_free(here)
 
 
-async def test_a_wait_that_cannot_be_is_replaced_by_one_that_can(here: LocalInstance) -> None:
+async def test_an_impossible_retry_delay_is_replaced_by_a_possible_one(here: LocalInstance) -> None:
     for how in (way for way in trial_faults.RAISED if way.startswith("later")):
-        ((waits,),) = await soon(partial(here.sql, WAITS, *[await here.trigger("misbehave-twice", {"how": how})] * 2))
+        ((waits,),) = await soon(
+            partial(here.sql, READ_SECOND_WAIT, *[await here.trigger("misbehave-twice", {"how": how})] * 2)
+        )
         assert waits, how
     await all_slots_are_free(here)
 
@@ -74,40 +76,40 @@ SELECT id, 0, '58028-01-01 00:00+00', 1, 'code' FROM actions LIMIT 1
 """
 
 
-async def test_no_run_can_wait_beyond_the_calendar(here: LocalInstance) -> None:
+async def test_the_table_refuses_a_run_at_beyond_the_python_calendar(here: LocalInstance) -> None:
     with pytest.raises(psycopg.errors.CheckViolation):
         await here.sql(BEYOND)
 
 
-async def test_a_write_of_another_attempt_that_is_refused_is_an_ordinary_failure(here: LocalInstance) -> None:
+async def test_a_fenced_write_through_the_handle_of_another_attempt_fails_the_run(here: LocalInstance) -> None:
     other = await here.handle(await here.trigger("nap", {"seconds": 60}))
     trial_faults.strangers[:] = [other]
-    with here.unwatched():
+    with here.without_comparison():
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s RETURNING 1", other.id)
         run = await here.run("meddle")
     assert (run.state, run.attempt) == ("failed", 1)
     assert f"run {other.id} was taken over" in (run.error or "")
 
 
-async def test_a_run_that_emits_without_end_withholds_nobody_elses_end(here: LocalInstance) -> None:
+async def test_a_run_that_emits_without_end_does_not_delay_the_end_of_other_runs(here: LocalInstance) -> None:
     babbling = await here.attempt(await here.trigger("babble"))
     for _ in range(3):
         run = await here.run("brief")
         assert (run.state, run.result) == ("succeeded", "said")
-    assert babbling.ending is None, "it went on all the time"
+    assert babbling.ending is None, "the run emitted all the time"
 
 
-async def test_a_run_that_emits_without_end_withholds_nobody_elses_pause(address: str) -> None:
+async def test_a_run_that_emits_without_end_does_not_delay_the_pause_of_other_runs(address: str) -> None:
     async with local_instance(address, actions=FAULTS, concurrency=CONCURRENCY, pause_timeout=2.0) as here:
         await here.attempt(await here.trigger("babble", {"deaf": True}))
         await here.attempt(await here.trigger("nap", {"seconds": 60}))
     with psycopg.connect(address) as left:
         rows = left.execute("SELECT state, deaths FROM flotilla.runs ORDER BY id").fetchall()
-    assert rows == [("pending", 0)] * 2, "both were given back, and the instance's death found nothing"
+    assert rows == [("pending", 0)] * 2, "the instance itself made both runs pending, and none was rescued"
 
 
 @pytest.mark.parametrize("letters", [0, 60_000])
-async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
+async def test_the_unwritten_events_of_a_run_are_bounded(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch, letters: int
 ) -> None:
     own = here.engine.executor.writer
@@ -121,18 +123,18 @@ async def test_what_a_run_has_emitted_and_is_not_written_yet_is_bounded(
     monkeypatch.setattr(own, "_append_events", wait_first)
     attempt = await here.attempt(await here.trigger("babble", {"letters": letters}))
     await held.wait()
-    # Everything that is ready to go on has gone on when the loop has gone round a few times.
+    # After some iterations of the event loop, all tasks that can continue have continued.
     for _ in range(100):
         await asyncio.sleep(0)
     assert attempt.unwritten_events <= writer.MAX_UNWRITTEN_EVENTS
     assert attempt.unwritten_size <= writer.MAX_UNWRITTEN_SIZE + letters + 100
-    held_back = attempt.unwritten_events
+    withheld = attempt.unwritten_events
     gate.set()
-    # It goes on when there is room: more is written than was held back.
-    await soon(lambda: here.sql("SELECT 1 FROM runs WHERE events > %s", 2 * held_back))
+    # The run continues when there is room: more events are written than were withheld.
+    await soon(lambda: here.sql("SELECT 1 FROM runs WHERE events > %s", 2 * withheld))
 
 
-async def test_an_event_beyond_the_most_a_run_may_have_is_refused_with_a_text_for_its_author(
+async def test_an_event_beyond_the_limit_of_a_run_fails_it_with_an_explanation(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "MAX_EVENTS", 50)
@@ -141,7 +143,7 @@ async def test_an_event_beyond_the_most_a_run_may_have_is_refused_with_a_text_fo
     assert f"run {run.id} has 50 events, which is the limit" in (run.error or "")
 
 
-async def test_a_payload_that_no_reader_could_read_is_refused_with_the_field_and_the_reason(
+async def test_a_payload_that_could_not_be_read_again_is_refused_with_the_reason(
     here: LocalInstance,
 ) -> None:
     for payload, why in (
@@ -153,17 +155,17 @@ async def test_a_payload_that_no_reader_could_read_is_refused_with_the_field_and
             await here.trigger("echo", payload)
 
 
-async def test_a_row_that_no_reader_could_read_is_left_out_of_its_page(here: LocalInstance) -> None:
+async def test_an_unreadable_value_is_replaced_in_responses_by_the_reason(here: LocalInstance) -> None:
     run = await here.run("echo", {"a": 1})
     for column, value in (("result", "[1" + "0" * 5000 + "]"), ("payload", "[" * 300 + "]" * 300)):
         await here.sql(f"UPDATE finished_runs SET {column} = %s WHERE id = %s", value, run.id)
     for path in ("/runs", f"/runs/{run.id}"):
         answer = await here.running.client.get(path)
         assert answer.status_code == 200, answer.text
-    assert (await here.look(run.id)).result == "(left out: it has an integer of more than 4300 digits)"
+    assert (await here.read(run.id)).result == "(left out: it has an integer of more than 4300 digits)"
 
 
-async def test_each_failed_attempt_is_a_line_and_a_cause_has_one_traceback(
+async def test_each_failed_attempt_is_one_log_line_and_each_cause_is_logged_with_one_traceback(
     here: LocalInstance, caplog: pytest.LogCaptureFixture
 ) -> None:
     for run_id in await here.trigger_all([Order("misbehave", {"how": "nul"})] * 5):
@@ -186,7 +188,7 @@ WAYS_TO_WRITE = {
 
 @pytest.mark.parametrize("lock", ["UPDATE", "KEY SHARE"])
 @pytest.mark.parametrize("how", WAYS_TO_WRITE)
-async def test_a_transaction_that_holds_the_row_of_a_run_delays_that_run_alone(
+async def test_a_transaction_that_locks_the_row_of_a_run_delays_only_that_run(
     here: LocalInstance, address: str, how: str, lock: str
 ) -> None:
     name, payload, state = WAYS_TO_WRITE[how]
@@ -201,8 +203,8 @@ async def test_a_transaction_that_holds_the_row_of_a_run_delays_that_run_alone(
         await holder.rollback()
     run = await here.ended(attempt.run_id)
     assert run.state == state
-    assert not here.engine.executor.writer.fenced, "no write was taken for one of an old token"
+    assert not here.engine.executor.writer.fenced, "no write was fenced"
     events = "SELECT seq FROM run_events WHERE run_id = %s AND kind <> 'state' ORDER BY seq"
-    said = await here.sql(events, attempt.run_id)
-    assert [seq for (seq,) in said] == list(range(3, 3 + len(said)))
+    written = await here.sql(events, attempt.run_id)
+    assert [seq for (seq,) in written] == list(range(3, 3 + len(written)))
     await all_slots_are_free(here)

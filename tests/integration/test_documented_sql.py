@@ -1,4 +1,4 @@
-"""The statements of the documentation run: somebody types them at three in the morning."""
+"""The SQL statements of the documentation can be executed, because operators copy them in an emergency."""
 
 import re
 from pathlib import Path
@@ -16,12 +16,12 @@ PAGES.append(DOCS / "reference" / "database.md")
 
 
 def statements() -> list[tuple[str, str]]:
-    """Each block of SQL, with the page it stands on; one inside a list is indented."""
+    """Return each block of SQL with its page. A block within a list is indented."""
     block = re.compile(r"^ *```sql\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
     return [(page.stem, statement) for page in PAGES for statement in block.findall(page.read_text())]
 
 
-async def test_every_statement_of_the_documentation_runs(address: str) -> None:
+async def test_every_sql_statement_of_the_documentation_can_be_executed(address: str) -> None:
     assert len(statements()) > 10
     async with service(address):
         with psycopg.connect(address, autocommit=True) as session:

@@ -1,4 +1,4 @@
-"""What a client meets: one shape for every error, ids, limits, headers, keys, and probes that say little."""
+"""The HTTP edge: the format of errors, request ids, limits, headers, API keys and probes."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ async def running(address: str) -> AsyncIterator[Running]:
 
 
 def is_problem(answer: httpx.Response, slug: str, status: int | None = None) -> dict[str, object]:
-    """Check the one shape, and return the body."""
+    """Check the format of a problem, and return the body."""
     body: dict[str, object] = answer.json()
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.status_code == (status or KINDS[slug].status) == body["status"]
@@ -42,14 +42,14 @@ def is_problem(answer: httpx.Response, slug: str, status: int | None = None) -> 
 # -- probes -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_probes_say_their_status_and_nothing_else(running: Running) -> None:
+async def test_probes_return_only_their_status(running: Running) -> None:
     live = await running.client.get("/health/live")
     ready = await running.client.get("/health/ready")
     assert (live.status_code, live.json()) == (200, {"status": "alive"})
     assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
 
 
-async def test_instances_has_the_promised_shape(running: Running) -> None:
+async def test_the_list_of_instances_has_the_documented_fields(running: Running) -> None:
     view = (await running.client.get("/health/instances")).json()
     assert set(view) == {"namespace", "self", "leader", "instances", "anomalies"}
     promised = {"id", "name", "run_id", "state", "hostname", "pid", "version", "started_at", "heartbeat_age_ms"}
@@ -61,13 +61,13 @@ async def test_instances_has_the_promised_shape(running: Running) -> None:
     assert me["locks"] == []
 
 
-async def test_a_flood_of_probes_asks_the_database_once(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    database, asked = running.context.database, 0
+async def test_many_probes_query_the_database_only_once(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    database, pings = running.context.database, 0
     ping = database.ping
 
     async def counted() -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal pings
+        pings += 1
         await ping()
 
     monkeypatch.setattr(database, "ping", counted)
@@ -75,11 +75,11 @@ async def test_a_flood_of_probes_asks_the_database_once(running: Running, monkey
     began = time.monotonic()
     answers = await asyncio.gather(*(running.client.get("/health/ready") for _ in range(200)))
     assert {answer.status_code for answer in answers} == {200}
-    # Again only where all this takes longer than good news is kept.
-    assert 1 <= asked <= 1 + (time.monotonic() - began) / CACHED_FOR
+    # More than once only if all probes together take longer than a good result is cached.
+    assert 1 <= pings <= 1 + (time.monotonic() - began) / CACHED_FOR
 
 
-async def test_a_database_that_answers_while_the_event_loop_is_busy_is_ready(
+async def test_an_instance_is_ready_if_the_database_answers_while_the_event_loop_is_busy(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ping = running.context.database.ping
@@ -91,12 +91,12 @@ async def test_a_database_that_answers_while_the_event_loop_is_busy_is_ready(
         await ping()
 
     monkeypatch.setattr(running.context.database, "ping", busy)
-    # What is known to be well is kept for so long.
+    # A good result is cached for this time.
     await asyncio.sleep(CACHED_FOR + 0.1)
     assert (await running.client.get("/health/ready")).status_code == 200
 
 
-async def test_ready_is_503_as_soon_as_the_flag_is_up_without_any_cache(running: Running) -> None:
+async def test_the_readiness_probe_returns_503_as_soon_as_the_instance_drains(running: Running) -> None:
     assert (await running.client.get("/health/ready")).status_code == 200
     running.context.lifecycle.drain("testing")
     answer = await running.client.get("/health/ready")
@@ -113,9 +113,7 @@ async def test_a_busy_pool_does_not_make_an_instance_unready(address: str) -> No
         assert (await running.client.get("/health/ready")).status_code == 200
 
 
-async def test_a_probe_is_answered_even_when_the_database_swallows_every_question(
-    address: str, postgres: Postgres
-) -> None:
+async def test_a_probe_is_answered_even_if_the_database_does_not_respond(address: str, postgres: Postgres) -> None:
     name = address.rpartition("/")[2]
     with Proxy(("127.0.0.1", postgres.port)) as proxy:
         async with service(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}") as running:
@@ -135,13 +133,13 @@ async def test_an_unknown_path_is_a_problem(running: Running) -> None:
     is_problem(await running.client.get("/nowhere"), "not-found")
 
 
-async def test_a_wrong_method_is_a_problem_that_names_the_right_ones(running: Running) -> None:
+async def test_a_wrong_method_is_a_problem_that_names_the_allowed_ones(running: Running) -> None:
     answer = await running.client.delete("/health/live")
     is_problem(answer, "method-not-allowed")
     assert answer.headers["allow"] == "GET, HEAD"
 
 
-async def test_a_path_with_a_slash_too_many_is_a_problem_and_no_redirect_to_the_host_that_was_named(
+async def test_a_path_with_an_extra_slash_is_a_problem_and_not_redirected(
     running: Running,
 ) -> None:
     for path in ("/actions/", "/health/live/", "/runs/"):
@@ -150,7 +148,7 @@ async def test_a_path_with_a_slash_too_many_is_a_problem_and_no_redirect_to_the_
         assert "elsewhere.example" not in str(answer.headers) + answer.text
 
 
-async def test_a_field_that_does_not_fit_is_named_and_what_was_sent_is_not_repeated(running: Running) -> None:
+async def test_an_invalid_field_is_named_and_its_value_not_repeated(running: Running) -> None:
     answer = await running.client.post("/trial/parcels", json={"weight": "s3cret"})
     body = is_problem(answer, "invalid")
     assert "weight" in str(body["detail"])
@@ -167,7 +165,7 @@ async def test_a_malformed_body_is_a_problem(running: Running, content: bytes) -
     is_problem(answer, "invalid" if answer.status_code == 422 else "bad-request")
 
 
-async def test_a_wrong_content_type_is_415_and_says_which_is_right(running: Running) -> None:
+async def test_a_wrong_content_type_is_answered_with_415_and_the_right_one(running: Running) -> None:
     answer = await running.client.post(
         "/trial/parcels", content=b"weight=3", headers={"content-type": "application/x-www-form-urlencoded"}
     )
@@ -175,7 +173,7 @@ async def test_a_wrong_content_type_is_415_and_says_which_is_right(running: Runn
     assert "application/json" in str(body["detail"])
 
 
-async def test_a_declared_length_over_the_limit_is_refused_before_anything_is_read(address: str) -> None:
+async def test_a_declared_length_over_the_limit_is_refused_before_the_body_is_read(address: str) -> None:
     read = 0
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -191,7 +189,7 @@ async def test_a_declared_length_over_the_limit_is_refused_before_anything_is_re
     assert read <= 1024
 
 
-async def test_a_body_that_grows_over_the_limit_undeclared_is_refused_too(address: str) -> None:
+async def test_a_body_without_a_declared_length_is_refused_when_it_exceeds_the_limit(address: str) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(64):
             yield b"x" * 1024
@@ -206,14 +204,14 @@ async def test_a_body_that_grows_over_the_limit_undeclared_is_refused_too(addres
         assert within.status_code == 200
 
 
-async def test_an_unexpected_error_tells_its_request_id_and_nothing_of_the_inside(running: Running) -> None:
+async def test_an_unexpected_error_is_answered_with_the_request_id_and_no_details(running: Running) -> None:
     answer = await running.client.get("/trial/fail")
     body = is_problem(answer, "internal")
     assert "hunter2" not in answer.text
     assert answer.headers["x-request-id"] in str(body["detail"])
 
 
-async def test_a_busy_pool_is_503_with_when_to_try_again(address: str) -> None:
+async def test_a_busy_pool_is_answered_with_503_and_retry_after(address: str) -> None:
     async with (
         service(address, pool_min=1, pool_max=1, pool_timeout=0.2) as running,
         running.context.database.connection(),
@@ -223,7 +221,7 @@ async def test_a_busy_pool_is_503_with_when_to_try_again(address: str) -> None:
         assert answer.headers["retry-after"] == "1"
 
 
-async def test_every_kind_of_problem_has_the_page_its_type_leads_to(running: Running) -> None:
+async def test_every_kind_of_problem_has_a_page_at_its_type(running: Running) -> None:
     overview = (await running.client.get("/problems")).text
     for slug, kind in KINDS.items():
         page = await running.client.get(f"/problems/{slug}")
@@ -237,7 +235,7 @@ async def test_every_kind_of_problem_has_the_page_its_type_leads_to(running: Run
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/nowhere", "/trial/fail"])
-async def test_every_answer_carries_the_security_headers_and_an_id(running: Running, path: str) -> None:
+async def test_every_response_has_the_security_headers_and_a_request_id(running: Running, path: str) -> None:
     answer = await running.client.get(path)
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["x-frame-options"] == "DENY"
@@ -247,15 +245,15 @@ async def test_every_answer_carries_the_security_headers_and_an_id(running: Runn
     assert "strict-transport-security" not in answer.headers
 
 
-async def test_a_sensible_request_id_is_kept_and_another_is_replaced(running: Running) -> None:
+async def test_a_valid_request_id_is_kept_and_an_invalid_one_replaced(running: Running) -> None:
     for given, kept in (("abc-123.x:y", True), ("a" * 129, False), ("has spaces", False), ('"quoted"', False)):
         answer = await running.client.get("/health/live", headers={"x-request-id": given})
         assert (answer.headers["x-request-id"] == given) is kept
 
 
-async def test_requests_in_flight_are_counted_and_given_back_however_they_end(running: Running) -> None:
+async def test_the_count_of_requests_in_flight_is_correct_however_requests_end(running: Running) -> None:
     slow = asyncio.create_task(running.client.get("/trial/slow?seconds=0.3"))
-    while not running.context.in_flight:  # noqa: ASYNC110 — a count, which nothing announces
+    while not running.context.in_flight:  # noqa: ASYNC110 — a counter sends no signal
         await asyncio.sleep(0.01)
     assert running.context.in_flight == 1
     await slow
@@ -280,13 +278,13 @@ async def test_head_has_the_status_and_headers_of_get_and_no_body(running: Runni
     assert running.context.in_flight == 0
 
 
-async def test_head_of_what_is_not_there_or_has_no_get_is_refused_as_get_is(running: Running) -> None:
+async def test_head_is_refused_like_get_for_unknown_paths_and_paths_without_get(running: Running) -> None:
     for path, status in (("/nowhere", 404), ("/runs/1", 404), ("/runs/x", 400), ("/runs:retry", 405)):
         assert (await running.client.head(path)).status_code == status
     assert (await running.client.head("/runs:retry")).headers["allow"] == "POST"
 
 
-async def test_head_of_a_stream_answers_at_once_and_leaves_none_open(running: Running) -> None:
+async def test_head_of_a_stream_is_answered_at_once_and_leaves_no_stream_open(running: Running) -> None:
     for path in ("/events", "/trial/events", "/trial/download?seconds=3600"):
         head = await asyncio.wait_for(running.client.head(path), 60)
         assert (head.status_code, head.content) == (200, b"")
@@ -294,7 +292,7 @@ async def test_head_of_a_stream_answers_at_once_and_leaves_none_open(running: Ru
     assert (await running.client.head("/events")).headers["content-type"].startswith("text/event-stream")
 
 
-async def test_a_head_route_of_a_service_is_asked_before_its_get(running: Running) -> None:
+async def test_a_head_route_of_the_service_takes_precedence_over_get(running: Running) -> None:
     async def answer_head() -> Response:
         return Response(headers={"x-asked": "head"})
 
@@ -305,7 +303,7 @@ async def test_a_head_route_of_a_service_is_asked_before_its_get(running: Runnin
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-async def test_keys_open_what_their_scope_contains_and_nothing_else(address: str) -> None:
+async def test_an_api_key_allows_only_the_requests_of_its_scope(address: str) -> None:
     keys = {scope: make_key(scope, scope) for scope in ("read", "operate", "admin")}
     lines = ",".join(line for _, line in keys.values())
     async with service(address, api_keys=lines) as running:
@@ -331,7 +329,7 @@ async def test_keys_open_what_their_scope_contains_and_nothing_else(address: str
 
 @pytest.mark.parametrize("path", ["/runs:retry", "/runs:batch", "/actions/tick/runs", "/trial/parcels", "/trial/raw"])
 @pytest.mark.parametrize(("key", "slug"), [(None, "unauthorized"), ("wrong", "unauthorized"), ("reader", "forbidden")])
-async def test_the_key_is_checked_before_any_of_the_body_is_read(
+async def test_the_api_key_is_checked_before_the_body_is_read(
     address: str, path: str, key: str | None, slug: str
 ) -> None:
     read = 0
@@ -363,7 +361,7 @@ OWN: tuple[dict[str, str], ...] = (
 )
 
 
-async def test_without_keys_a_page_of_another_site_changes_nothing(running: Running) -> None:
+async def test_without_api_keys_requests_from_pages_of_other_sites_are_refused(running: Running) -> None:
     async with running.context.database.connection() as connection:
         before = (await (await connection.execute("SELECT count(*) FROM flotilla.runs")).fetchone() or (None,))[0]
     for headers in FOREIGN:
@@ -379,7 +377,7 @@ async def test_without_keys_a_page_of_another_site_changes_nothing(running: Runn
     assert before == after
 
 
-async def test_with_keys_it_is_the_key_that_counts_and_not_the_page(address: str) -> None:
+async def test_with_api_keys_the_key_decides_and_not_the_site_of_the_page(address: str) -> None:
     key, line = make_key("operator", "operate")
     async with service(address, api_keys=line) as running:
         for headers in FOREIGN:
@@ -391,7 +389,7 @@ async def test_with_keys_it_is_the_key_that_counts_and_not_the_page(address: str
 @pytest.mark.parametrize(
     "given", ["text/plain; json", "text/plain;application/json", "text/json", "", "multipart/form-data"]
 )
-async def test_a_body_that_a_foreign_page_can_send_is_not_read_as_json(running: Running, given: str) -> None:
+async def test_a_body_with_a_content_type_of_html_forms_is_not_read_as_json(running: Running, given: str) -> None:
     bodies = {
         "/actions/tick/runs": b"{}",
         "/runs:batch": b'{"runs": [{"action": "tick"}]}',
@@ -408,8 +406,8 @@ async def test_a_body_that_a_foreign_page_can_send_is_not_read_as_json(running: 
     assert accepted.status_code == 200
 
 
-async def test_no_key_is_told_apart_by_its_settings_line(address: str) -> None:
-    """Whoever reads the settings has hashes, and a hash opens nothing."""
+async def test_the_hash_of_an_api_key_is_not_accepted_as_a_key(address: str) -> None:
+    """The settings contain only hashes, and a hash gives no access."""
     _, line = make_key("reader", "read")
     async with service(address, api_keys=line) as running:
         for stolen in (line, line.split(":")[2]):

@@ -1,4 +1,4 @@
-"""The feed: every change of state, in one order for everyone, and none that is skipped because it came late."""
+"""The feed: every change of state, in the same order for all readers; a change that commits late is not skipped."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -31,7 +31,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 
 async def changes(here: LocalInstance | EngineHarness, after: int = 0) -> list[Change]:
-    """Number what is there, and read it."""
+    """Assign numbers to the rows of the feed, and return the changes after this number."""
     database = here.running.context.database if isinstance(here, LocalInstance) else here.database
     found: list[Change] = []
     async with database.connection() as connection:
@@ -46,7 +46,7 @@ def states(found: list[Change], run_id: int) -> list[tuple[int, str, int]]:
     return [(each.seq, each.state, each.attempt) for each in found if each.run_id == run_id]
 
 
-async def test_every_change_of_a_run_is_there_with_the_number_it_has_among_the_runs_own(here: LocalInstance) -> None:
+async def test_every_change_of_state_is_in_the_feed_with_its_event_number(here: LocalInstance) -> None:
     good, bad = await here.run("echo"), await here.run("fail")
     await here.running.client.post("/actions/echo/pause")
     waiting = await here.trigger("echo")
@@ -59,14 +59,14 @@ async def test_every_change_of_a_run_is_there_with_the_number_it_has_among_the_r
     assert {each.instance for each in found if each.state in {"running", "succeeded"}} == {good.instance}
 
 
-async def test_a_change_that_commits_late_is_not_skipped(address: str) -> None:
-    """Two transactions by hand: the one that began first, and has the lower id, commits last."""
+async def test_a_reader_does_not_skip_a_change_that_commits_late(address: str) -> None:
+    """Two transactions by hand: the one that began first, and whose run has the lower id, commits last."""
     async with engine_harness(address, declare()) as here:
         order = prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
             (early,) = await insert(slow, NAMESPACE, [order], "code")
             (late,) = await here.trigger(Order("tick"))
-            # A reader comes in between.
+            # A reader reads between the two commits.
             seen = await changes(here)
             assert [each.run_id for each in seen] == [late]
         assert early.id < late
@@ -76,10 +76,10 @@ async def test_a_change_that_commits_late_is_not_skipped(address: str) -> None:
         assert [first for _, first in rows] == [2, 1]
 
 
-async def test_a_reader_that_does_not_get_the_lock_numbers_nothing_and_does_not_wait(
+async def test_a_reader_without_the_lock_assigns_no_numbers_and_does_not_wait(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one sees a row that the holder does not, and would give it the number that the holder is giving."""
+    """The second reader sees a row that the holder of the lock does not see, and would assign the same number to it."""
     async with engine_harness(address, declare()) as here:
         order = prepare(here.catalogue, Order("tick"))
         genuine, others = fetch, list[Numbering]()
@@ -88,22 +88,22 @@ async def test_a_reader_that_does_not_get_the_lock_numbers_nothing_and_does_not_
             found = await genuine(connection, statement, values)
             if statement == NAMESPACE.sql(feed_numbers.ASSIGN_NUMBERS) and not others:
                 await here.trigger(Order("tick"))
-                others.append(await number(here))
+                others.append(await assign_numbers(here))
             return found
 
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
             (late,) = await here.trigger(Order("tick"))
             monkeypatch.setattr(feed_numbers, "fetch", meanwhile)
-            assert await number(here) == Numbering(1, complete=True, busy=False, enabled=True)
+            assert await assign_numbers(here) == Numbering(1, complete=True, busy=False, enabled=True)
         assert others == [Numbering(0, complete=False, busy=True, enabled=True)]
         assert [each.run_id for each in await changes(here)] == [late, late - 1, late + 1]
 
 
-async def test_numbers_are_given_in_a_transaction_also_on_a_connection_in_autocommit(
+async def test_numbers_are_assigned_in_a_transaction_also_on_an_autocommit_connection(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one, the lock is released at once, and two readers give the same number."""
+    """Without a transaction, the lock would be released at once, and two readers could assign the same number."""
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         genuine, others = fetch, list[Numbering]()
@@ -111,7 +111,7 @@ async def test_numbers_are_given_in_a_transaction_also_on_a_connection_in_autoco
         async def meanwhile(connection: Connection, statement: bytes, values: Any = None) -> Any:
             if statement == NAMESPACE.sql(feed_numbers.ASSIGN_NUMBERS) and not others:
                 others.append(Numbering(0, complete=False, busy=False, enabled=True))
-                others.append(await number(here))
+                others.append(await assign_numbers(here))
             return await genuine(connection, statement, values)
 
         monkeypatch.setattr(feed_numbers, "fetch", meanwhile)
@@ -120,15 +120,15 @@ async def test_numbers_are_given_in_a_transaction_also_on_a_connection_in_autoco
         assert others[1].busy
 
 
-async def number(here: EngineHarness, numbers: Numberer | None = None) -> Numbering:
+async def assign_numbers(here: EngineHarness, numbers: Numberer | None = None) -> Numbering:
     async with here.database.connection() as connection:
         return await (numbers or Numberer()).step(connection, NAMESPACE)
 
 
-async def test_what_takes_several_transactions_to_number_keeps_the_order_of_each_run(
+async def test_numbering_in_several_transactions_keeps_the_order_of_each_run(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change that commits between two steps, below what was numbered, and one that follows it above."""
+    """Between two steps, a change commits below the numbered rows, and a later change of the same run above them."""
     monkeypatch.setattr(
         feed_numbers, "ASSIGN_NUMBERS", feed_numbers.ASSIGN_NUMBERS.replace(str(feed_numbers.NUMBERED_AT_ONCE), "2")
     )
@@ -140,12 +140,12 @@ async def test_what_takes_several_transactions_to_number_keeps_the_order_of_each
             (early,) = await insert(slow, NAMESPACE, [order], "code")
             for _ in range(5):
                 await here.trigger(Order("tick"))
-            assert await number(here, numbers) == Numbering(2, complete=False, busy=False, enabled=True)
+            assert await assign_numbers(here, numbers) == Numbering(2, complete=False, busy=False, enabled=True)
         assert early.id in {run.run_id for run in await one.claim()}
-        while not (given := await number(here, numbers)).complete:
+        while not (given := await assign_numbers(here, numbers)).complete:
             pass
-        assert given.last_number == 5, "the round numbers nothing that came after it began"
-        while not (given := await number(here, numbers)).complete:
+        assert given.last_number == 5, "the round numbers no row that was inserted after its beginning"
+        while not (given := await assign_numbers(here, numbers)).complete:
             pass
         assert given.last_number == 12
         found = await changes(here)
@@ -162,19 +162,21 @@ async def prune(here: EngineHarness, pruner: FeedPruner | None = None) -> None:
 AGE = "UPDATE feed SET at = at - interval '11 minutes' RETURNING 1"
 
 
-async def test_what_is_old_is_forgotten_and_numbers_go_on(address: str) -> None:
+async def test_the_feed_keeps_counting_after_old_rows_are_pruned(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         for _ in range(3):
             await here.trigger(Order("tick"))
         await changes(here)
         await here.sql(AGE)
         await prune(here)
-        assert await here.sql("SELECT first FROM feed") == [(3,)], "the next number is known from the last"
+        assert await here.sql("SELECT first FROM feed") == [(3,)], (
+            "the last row is kept, because the next number follows from it"
+        )
         await here.trigger(Order("tick"))
         assert [each.number for each in await changes(here, after=2)] == [3, 4]
 
 
-async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_comes_back(address: str) -> None:
+async def test_a_reader_that_reconnects_finds_rows_pruned_unread_as_missing(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         assert len(await changes(here)) == 1
@@ -183,15 +185,15 @@ async def test_what_is_forgotten_before_anybody_has_read_it_is_missing_for_who_c
         await here.sql(AGE)
         await prune(here)
         await here.trigger(Order("tick"))
-        assert (await number(here)).last_number == 8
+        assert (await assign_numbers(here)).last_number == 8
         async with here.database.connection() as connection:
             unread, news = await read_batches(connection, NAMESPACE, 1)
         assert (unread.first, unread.seq, unread.after(1), unread.missing(1)) == (2, 7, [], 7)
         assert (news.first, news.missing(7)) == (8, 7)
 
 
-async def test_numbering_reads_no_more_rows_than_it_numbers_whatever_the_planner_was_told(address: str) -> None:
-    """Rows lie in another order than their ids after updates, and nearly all had a number when they were analyzed."""
+async def test_numbering_reads_no_more_rows_than_it_numbers_with_outdated_statistics(address: str) -> None:
+    """The rows are not stored in the order of their ids, and nearly all had a number when the table was analyzed."""
     rows = """
         INSERT INTO feed (id, first, state, many, runs, actions, seqs, attempts) OVERRIDING SYSTEM VALUE
         SELECT n, {first}, 'pending', 1, ARRAY[n], ARRAY[1], ARRAY[1], ARRAY[0]
@@ -226,7 +228,7 @@ async def test_a_feed_that_ends_with_a_full_batch_of_old_rows_is_pruned(
     async with engine_harness(address, declare()) as here:
         for _ in range(4):
             await here.trigger(Order("tick"))
-        assert (await number(here)).last_number == 4
+        assert (await assign_numbers(here)).last_number == 4
         await here.sql(AGE)
         pruner = FeedPruner()
         for _ in range(3):
@@ -234,7 +236,7 @@ async def test_a_feed_that_ends_with_a_full_batch_of_old_rows_is_pruned(
             assert await here.sql("SELECT first FROM feed") == [(4,)]
 
 
-async def test_a_feed_that_was_never_read_is_pruned_and_its_numbers_are_taken(
+async def test_pruning_a_feed_without_readers_uses_up_the_numbers_of_its_rows(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_pruner, "FIND_OLD", feed_pruner.FIND_OLD.replace(str(feed_pruner.PRUNED_AT_ONCE), "2"))
@@ -252,39 +254,39 @@ async def test_a_feed_that_was_never_read_is_pruned_and_its_numbers_are_taken(
             (3, 2, "unread"),
             (5, 1, "unread"),
         ]
-        # And again, without end: of what stands for the unread, only the last is kept.
+        # With each further prune, only the last of the unread rows is kept.
         await here.sql(AGE)
         await prune(here, pruner)
         assert await here.sql("SELECT first, many FROM feed") == [(6, 1)]
         await here.trigger(Order("tick"))
-        assert (await number(here)).last_number == 7
+        assert (await assign_numbers(here)).last_number == 7
 
 
-async def test_a_row_that_commits_late_is_pruned_although_later_ones_are_gone(address: str) -> None:
+async def test_a_row_that_commits_late_is_pruned_although_later_rows_were_pruned_before(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         pruner, order = FeedPruner(), prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
             for _ in range(3):
                 await here.trigger(Order("tick"))
-            await number(here)
+            await assign_numbers(here)
             await here.sql(AGE)
             for _ in range(3):
                 await prune(here, pruner)
-            assert pruner._floor.id == 0, "what is still open may have a row below"
-        await number(here)
+            assert pruner._floor.id == 0, "an open transaction may have a row with a lower id"
+        await assign_numbers(here)
         await here.sql(AGE)
         for _ in range(3):
             await prune(here, pruner)
         assert await here.sql("SELECT first FROM feed") == [(4,)]
 
 
-async def test_pruning_begins_above_what_is_gone_and_leaves_nothing_behind(address: str) -> None:
+async def test_the_floor_of_the_pruner_rises_and_stays_below_the_last_row(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         pruner = FeedPruner()
         for _ in range(3):
             await here.trigger(Order("tick"), Order("tick"))
-            await number(here)
+            await assign_numbers(here)
             await here.sql(AGE)
             await prune(here, pruner)
             ((kept,),) = await here.sql("SELECT id FROM feed")
@@ -292,7 +294,7 @@ async def test_pruning_begins_above_what_is_gone_and_leaves_nothing_behind(addre
         assert pruner._floor.id > 0
 
 
-async def test_pruning_waits_for_nobody(address: str) -> None:
+async def test_the_pruner_does_not_wait_for_the_numbering_lock(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         await here.sql(AGE)
@@ -305,39 +307,39 @@ async def test_pruning_waits_for_nobody(address: str) -> None:
         assert await here.sql("SELECT first, state FROM feed") == [(1, "unread")]
 
 
-async def test_a_change_that_is_very_late_is_found_and_comes_before_what_came_of_it(address: str) -> None:
-    """Numbers are only looked for above a floor; it does not pass what a transaction that is still open may have."""
+async def test_a_change_that_commits_very_late_is_numbered_before_the_changes_that_follow_from_it(address: str) -> None:
+    """Numbering reads rows above a floor, which stays below the rows that an open transaction may have."""
     async with engine_harness(address, declare()) as here:
         order, numbers = prepare(here.catalogue, Order("tick")), Numberer()
         one = await here.instance("one")
 
-        async def give() -> int:
-            return (await number(here, numbers)).last_number
+        async def next_last_number() -> int:
+            return (await assign_numbers(here, numbers)).last_number
 
         for last in range(1, 4):
             await here.trigger(Order("tick"))
-            assert await give() == last
+            assert await next_last_number() == last
         assert numbers._floor.id > 0
         async with here.database.connection() as slow:
             (early,) = await insert(slow, NAMESPACE, [order], "code")
             for last in range(4, 8):
                 await here.trigger(Order("tick"))
-                assert await give() == last
+                assert await next_last_number() == last
         claimed = await one.claim()
         assert len(claimed) == 8
-        last = await give()
+        last = await next_last_number()
         found = await changes(here)
         assert len(found) == last == 16
         for run_id in {run.run_id for run in claimed}:
             assert [state for _, state, _ in states(found, run_id)] == ["pending", "running"]
         assert early.id in {run.run_id for run in claimed}
-        # The next look begins above all of it.
-        await give()
-        await give()
+        # The next step begins above all of these rows.
+        await next_last_number()
+        await next_last_number()
         assert await here.sql("SELECT max(id) FROM feed") == [(numbers._floor.id,)]
 
 
-async def test_what_was_numbered_in_a_transaction_that_failed_is_numbered_again(
+async def test_rows_are_numbered_again_if_the_numbering_transaction_fails(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with engine_harness(address, declare()) as here:
@@ -345,33 +347,33 @@ async def test_what_was_numbered_in_a_transaction_that_failed_is_numbered_again(
         async with here.database.connection() as slow:
             await insert(slow, NAMESPACE, [order], "code")
             await here.trigger(Order("tick"))
-            assert (await number(here, numbers)).last_number == 1
-        # It finds the late one, below what was numbered already, and then it fails.
+            assert (await assign_numbers(here, numbers)).last_number == 1
+        # This step finds the late row, below the numbered ones, and then fails.
         genuine = fetch
 
         async def fail(connection: Connection, statement: bytes, values: Any = None) -> Any:
             found = await genuine(connection, statement, values)
             if statement == NAMESPACE.sql(feed_numbers.ASSIGN_NUMBERS):
                 assert found[0][0] == 2
-                raise psycopg.OperationalError("the connection broke under the answer")
+                raise psycopg.OperationalError("the connection broke before the response")
             return found
 
         with monkeypatch.context() as patch, pytest.raises(psycopg.OperationalError):
             patch.setattr(feed_numbers, "fetch", fail)
-            await number(here, numbers)
+            await assign_numbers(here, numbers)
         for _ in range(3):
-            assert (await number(here, numbers)).last_number == 2
+            assert (await assign_numbers(here, numbers)).last_number == 2
         assert len(await changes(here)) == 2
 
 
-async def test_switched_off_nothing_is_written(address: str) -> None:
+async def test_with_the_feed_switched_off_no_feed_row_is_written(address: str) -> None:
     async with local_instance(address, feed_retention=0) as here:
         await here.run("echo")
         assert await here.sql("SELECT * FROM feed") == []
         is_problem(await here.running.client.get("/events"), "not-found")
 
 
-async def test_everyone_who_follows_is_told_the_same_whenever_they_came(here: LocalInstance) -> None:
+async def test_all_followers_receive_the_same_changes_wherever_they_begin(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     await here.run("echo")
     async with hub.follow_feed(0) as first, hub.follow_feed() as second:
@@ -384,9 +386,9 @@ async def test_everyone_who_follows_is_told_the_same_whenever_they_came(here: Lo
         assert await collect(third, everything[4].number, 7) == everything[5:]
 
 
-async def collect(following: Any, after: int, many: int) -> list[Change]:
+async def collect(following: Any, after: int, count: int) -> list[Change]:
     found: list[Change] = []
-    while len(found) < many:
+    while len(found) < count:
         batches: list[Batch] = await following.more(10)
         assert batches
         for batch in batches:
@@ -395,13 +397,13 @@ async def collect(following: Any, after: int, many: int) -> list[Change]:
 
 
 async def read(here: LocalInstance, path: str = "/events", last: str = "0") -> list[Message]:
-    """Read until the stream is old, which is soon."""
+    """Read a stream until it ends because of its maximum age."""
     answer = await here.running.client.get(path, headers={"Last-Event-ID": last})
     assert answer.status_code == 200, answer.text
     return [message for message in messages(answer.text.splitlines()) if message.retry is None]
 
 
-async def test_a_stream_has_what_was_asked_for_after_the_number_that_was_given(address: str) -> None:
+async def test_a_stream_has_the_requested_changes_after_the_given_number(address: str) -> None:
     async with local_instance(address, stream_age=0.3) as here:
         run, other = await here.run("echo"), await here.run("fail")
         everything = await read(here)
@@ -421,12 +423,12 @@ async def test_a_stream_has_what_was_asked_for_after_the_number_that_was_given(a
         assert [(each.data["run"], each.data["data"]["state"]) for each in failed] == [(other.id, "failed")]
         echoes = await read(here, "/events?action=echo&action=noop")
         assert [each.data["seq"] for each in echoes] == [1, 2, 3]
-        # Who wants nothing that there was is given a number to come back with.
+        # A client whose filter matches no change receives a number to reconnect with.
         answer = await here.running.client.get("/events?action=noop")
         assert f"id: {len(everything)}\n" in answer.text
 
 
-async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) -> None:
+async def test_a_client_that_reconnects_too_late_receives_which_changes_it_missed(address: str) -> None:
     async with local_instance(address, stream_age=0.3) as here:
         for _ in range(3):
             await here.run("noop")
@@ -435,7 +437,7 @@ async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) ->
         missed, *rest = await read(here, last="2")
         assert (missed.event, missed.id, missed.data) == ("missed", "5", {"after": 2, "until": 5})
         assert [each.id for each in rest] == ["6", "7", "8", "9"]
-        # And what was forgotten before anybody read it: the hub has ended what it read for the stream before.
+        # Rows that were pruned unread are reported too. The hub has ended its reads for the stream before.
         hub = here.running.context.stream.hub
         await soon(lambda: here.sql("SELECT 1 WHERE %s", hub._feed is None))
         async with hub.reader._newer:
@@ -447,21 +449,21 @@ async def test_who_comes_back_too_late_is_told_what_they_missed(address: str) ->
         assert (missed.event, missed.id, missed.data) == ("missed", "12", {"after": 9, "until": 12})
 
 
-async def test_who_hears_nothing_of_theirs_for_long_is_given_the_number_to_come_back_with(
+async def test_a_stream_without_matching_changes_still_sends_the_latest_number(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_events, "HEARTBEAT", 0.1)
     hub = here.running.context.stream.hub
     echo = here.engine.catalogue.id_of("echo")
     async with asyncio.timeout(60), hub.follow_feed() as follower:
-        wanted = http_events.Filter({echo}, set(), hub.reader)
-        chunks = http_events.feed_chunks(follower, wanted, http_events.Age(here.running.context))
+        feed_filter = http_events.Filter({echo}, set(), hub.reader)
+        chunks = http_events.feed_chunks(follower, feed_filter, http_events.Age(here.running.context))
         assert await anext(chunks) == b": up to here\nid: 0\n\n"
         await here.run("noop")
-        said = b""
-        while b"id: 3\n" not in said:
-            said += await anext(chunks)
-        assert b"event: " not in said
+        output = b""
+        while b"id: 3\n" not in output:
+            output += await anext(chunks)
+        assert b"event: " not in output
 
 
 @pytest.mark.parametrize(
@@ -473,7 +475,7 @@ async def test_who_hears_nothing_of_theirs_for_long_is_given_the_number_to_come_
         ("/events?state=lost", None, "invalid"),
     ],
 )
-async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
+async def test_an_invalid_request_for_a_stream_is_refused_before_the_stream_begins(
     here: LocalInstance, path: str, last: str | None, slug: str
 ) -> None:
     headers = {} if last is None else {"Last-Event-ID": last}

@@ -1,4 +1,4 @@
-"""A request that is sent again is not done again: by its `Idempotency-Key`, or by the key of its run."""
+"""A repeated request makes no second run: it is recognised by its `Idempotency-Key`, or by the key of its run."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ import pytest
 
 from app.fleet.engine.enqueue.keys import TRY_LOCK
 from app.fleet.http import idempotency
-from tests.integration.test_actions_http import get, post, runs_there_are
+from tests.integration.test_actions_http import count_runs, get, post
 from tests.integration.test_edge import is_problem
 from tests.support.runs import LocalInstance, local_instance, soon
 
@@ -23,7 +23,7 @@ BATCH: dict[str, Any] = {"runs": [{"action": "echo", "payload": {"n": n}} for n 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine, a request gets its turn."""
+    """A request waits long enough, also on a slow machine."""
     monkeypatch.setattr(idempotency, "TIMEOUT", 60)
 
 
@@ -34,7 +34,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 
 def hold(here: LocalInstance, session: psycopg.Connection[Any], key: str) -> None:
-    """Be a request with this key that is being worked on."""
+    """Take the lock of this key, as a request in progress does."""
     taken = session.execute(here.running.context.database.namespace.sql(TRY_LOCK), {"key": key}).fetchone()
     assert taken == (True,)
 
@@ -42,29 +42,29 @@ def hold(here: LocalInstance, session: psycopg.Connection[Any], key: str) -> Non
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_same_request_again_has_the_same_run_as_it_is_now(here: LocalInstance) -> None:
+async def test_a_repeated_request_returns_the_same_run_in_its_present_state(here: LocalInstance) -> None:
     first = await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
     await here.ended(first.json()["id"])
     again = await post(here, "/actions/weigh/runs", PARCEL, 200, headers=SENT)
     assert again.headers["location"] == first.headers["location"]
     assert again.json() == await get(here, f"/runs/{first.json()['id']}")
     assert (again.json()["state"], again.json()["result"]) == ("succeeded", 3)
-    assert await runs_there_are(here) == 1
+    assert await count_runs(here) == 1
 
 
-async def test_a_key_in_the_body_does_the_same(here: LocalInstance) -> None:
+async def test_a_key_in_the_body_returns_the_same_run(here: LocalInstance) -> None:
     first = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "k"}, 202)).json()
     again = (await post(here, "/actions/weigh/runs", {"payload": {"weight": 4}, "key": "k"}, 200)).json()
     assert (again["id"], again["payload"]["weight"]) == (first["id"], 3)
 
 
-async def test_without_a_key_each_request_is_a_run_of_its_own(here: LocalInstance) -> None:
+async def test_each_request_without_a_key_makes_a_new_run(here: LocalInstance) -> None:
     made = {(await post(here, "/actions/weigh/runs", PARCEL, 202)).json()["id"] for _ in range(2)}
     assert len(made) == 2
 
 
 @pytest.mark.usefixtures("patient")
-async def test_many_at_the_same_moment_are_one_run(here: LocalInstance) -> None:
+async def test_concurrent_requests_with_the_same_key_make_one_run(here: LocalInstance) -> None:
     for given in ({"headers": SENT}, {"body": PARCEL | {"key": "k"}}):
         answers = await asyncio.gather(
             *(post(here, "/actions/weigh/runs", **{"body": PARCEL, **given}) for _ in range(20))  # type: ignore[arg-type]
@@ -73,15 +73,15 @@ async def test_many_at_the_same_moment_are_one_run(here: LocalInstance) -> None:
         assert len({answer.json()["id"] for answer in answers}) == 1
 
 
-async def test_another_body_under_the_same_key_is_refused(here: LocalInstance) -> None:
+async def test_another_body_with_the_same_key_is_refused(here: LocalInstance) -> None:
     await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
     for body in ({"payload": {"weight": 4}}, PARCEL | {"priority": 1}, PARCEL | {"run_at": "2030-01-01T00:00:00Z"}):
         problem = is_problem(await post(here, "/actions/weigh/runs", body, headers=SENT), "key-reused")
         assert "new key" in str(problem["detail"])
-    assert await runs_there_are(here) == 1
+    assert await count_runs(here) == 1
 
 
-async def test_the_same_wish_written_differently_is_the_same_request(here: LocalInstance) -> None:
+async def test_two_json_texts_with_the_same_meaning_are_the_same_request(here: LocalInstance) -> None:
     send = here.running.client.post
     headers = SENT | {"content-type": "application/json"}
     for status, content in (
@@ -91,25 +91,25 @@ async def test_the_same_wish_written_differently_is_the_same_request(here: Local
         assert (await send("/actions/echo/runs", content=content, headers=headers)).status_code == status
 
 
-async def test_no_body_is_an_empty_one(here: LocalInstance) -> None:
+async def test_a_missing_body_equals_an_empty_object(here: LocalInstance) -> None:
     first = await here.running.client.post("/actions/noop/runs", headers=SENT)
     again = await post(here, "/actions/noop/runs", {}, 200, headers=SENT)
     assert again.json()["id"] == first.json()["id"]
 
 
-async def test_the_bodys_key_says_more_than_the_headers(here: LocalInstance) -> None:
+async def test_a_key_in_the_body_takes_precedence_over_the_header(here: LocalInstance) -> None:
     first = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "a"}, 202, headers=SENT)).json()
     second = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "b"}, 202, headers=SENT)).json()
     again = (await post(here, "/actions/weigh/runs", PARCEL | {"key": "a"}, 200)).json()
     assert first["id"] == again["id"] != second["id"]
 
 
-async def test_a_key_is_one_actions(here: LocalInstance) -> None:
+async def test_two_actions_may_use_the_same_key(here: LocalInstance) -> None:
     await post(here, "/actions/noop/runs", {}, 202, headers=SENT)
     await post(here, "/actions/echo/runs", {}, 202, headers=SENT)
 
 
-async def test_a_key_that_is_none_is_refused(here: LocalInstance) -> None:
+async def test_an_invalid_idempotency_key_is_refused(here: LocalInstance) -> None:
     for key in ("", "k" * 201, "a\tb"):
         for path, body in (("/actions/noop/runs", {}), ("/runs:batch", BATCH)):
             problem = is_problem(await post(here, path, body, headers={"idempotency-key": key}), "invalid")
@@ -118,7 +118,7 @@ async def test_a_key_that_is_none_is_refused(here: LocalInstance) -> None:
     await post(here, "/runs:batch", BATCH, 202, headers={"idempotency-key": "k" * 200})
 
 
-async def test_an_active_run_that_is_asked_for_again_is_no_conflict(here: LocalInstance) -> None:
+async def test_a_repeated_request_for_an_active_run_is_not_a_conflict(here: LocalInstance) -> None:
     body = {"payload": {"seconds": 60}}
     run = (await post(here, "/actions/alone/runs", body, 202, headers=SENT)).json()
     assert (await post(here, "/actions/alone/runs", body, 200, headers=SENT)).json()["id"] == run["id"]
@@ -131,21 +131,21 @@ async def test_a_request_that_was_refused_does_not_use_up_its_key(here: LocalIns
     await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
 
 
-async def test_the_key_and_the_run_are_written_together_or_not_at_all(here: LocalInstance) -> None:
-    """What fails after the key was taken takes the key back."""
+async def test_the_key_and_the_run_are_inserted_together_or_not_at_all(here: LocalInstance) -> None:
+    """If the insert of the run fails, the key is rolled back with it."""
     await here.sql("ALTER TABLE runs ADD CONSTRAINT refused CHECK (priority <> 13)")
     body = PARCEL | {"priority": 13}
     assert (await post(here, "/actions/weigh/runs", body, headers=SENT)).status_code == 500
     assert await here.sql("SELECT * FROM run_keys") == []
     await here.sql("ALTER TABLE runs DROP CONSTRAINT refused")
     await post(here, "/actions/weigh/runs", body, 202, headers=SENT)
-    assert len(await here.sql("SELECT * FROM run_keys")) == 1 == await runs_there_are(here)
+    assert len(await here.sql("SELECT * FROM run_keys")) == 1 == await count_runs(here)
 
 
 # -- in flight --------------------------------------------------------------------------------------------------------
 
 
-async def test_while_the_first_is_worked_on_the_second_waits_a_moment_and_is_told_to_ask_again(
+async def test_a_second_request_with_a_key_in_flight_waits_and_is_then_refused_with_retry_after(
     here: LocalInstance, address: str
 ) -> None:
     with psycopg.connect(address) as other:
@@ -155,67 +155,67 @@ async def test_while_the_first_is_worked_on_the_second_waits_a_moment_and_is_tol
         assert time.monotonic() - began >= idempotency.TIMEOUT
         is_problem(refused, "key-in-flight")
         assert refused.headers["retry-after"] == "1"
-        assert await runs_there_are(here) == 0
+        assert await count_runs(here) == 0
     await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)
 
 
 @pytest.mark.usefixtures("patient")
-async def test_if_the_first_ends_in_time_the_second_has_its_answer(here: LocalInstance, address: str) -> None:
+async def test_a_second_request_returns_the_run_if_the_first_ends_in_time(here: LocalInstance, address: str) -> None:
     first = (await post(here, "/actions/weigh/runs", PARCEL, 202, headers=SENT)).json()
     with psycopg.connect(address) as other:
         hold(here, other, "weigh:order-17")
-        tries = asked(here)
+        tries = borrowed(here)
         waiting = asyncio.create_task(post(here, "/actions/weigh/runs", PARCEL, 200, headers=SENT))
-        await soon(lambda: at_least(here, tries + 3))
+        await soon(lambda: has_borrowed(here, tries + 3))
         assert not waiting.done()
         other.rollback()
     assert (await waiting).json()["id"] == first["id"]
 
 
 @pytest.mark.usefixtures("patient")
-async def test_requests_that_wait_keep_no_connections(address: str) -> None:
+async def test_requests_that_wait_for_a_key_hold_no_connection(address: str) -> None:
     async with local_instance(address, pool_min=1, pool_max=5, pool_timeout=5) as here:
         with psycopg.connect(address) as other:
             hold(here, other, "weigh:order-17")
-            tries = asked(here)
+            tries = borrowed(here)
             waiting = [asyncio.create_task(post(here, "/actions/weigh/runs", PARCEL, headers=SENT)) for _ in range(20)]
-            await soon(lambda: at_least(here, tries + 40))
+            await soon(lambda: has_borrowed(here, tries + 40))
             await post(here, "/actions/echo/runs", status=202)
             other.rollback()
         answers = await asyncio.gather(*waiting)
         assert len({answer.json()["id"] for answer in answers}) == 1
 
 
-def asked(here: LocalInstance) -> int:
-    """How often a connection has been borrowed."""
+def borrowed(here: LocalInstance) -> int:
+    """Return how often a connection was borrowed."""
     return here.running.context.database.stats()["requests_num"]
 
 
-async def at_least(here: LocalInstance, times: int) -> bool:
-    return asked(here) >= times
+async def has_borrowed(here: LocalInstance, times: int) -> bool:
+    return borrowed(here) >= times
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_that_is_sent_again_is_the_same_runs_in_the_same_order(here: LocalInstance) -> None:
+async def test_a_repeated_batch_returns_the_same_runs_in_the_same_order(here: LocalInstance) -> None:
     first = (await post(here, "/runs:batch", BATCH, 202, headers=SENT)).json()["runs"]
     for run in first:
         await here.ended(run["id"])
     again = (await post(here, "/runs:batch", BATCH, 200, headers=SENT)).json()["runs"]
     assert [run["id"] for run in again] == [run["id"] for run in first]
     assert [run["result"] for run in again] == [{"n": n} for n in range(5)]
-    assert await runs_there_are(here) == 5
+    assert await count_runs(here) == 5
 
 
 @pytest.mark.usefixtures("patient")
-async def test_the_same_batch_at_the_same_moment_is_the_same_runs(here: LocalInstance) -> None:
+async def test_concurrent_requests_with_the_same_batch_return_the_same_runs(here: LocalInstance) -> None:
     answers = await asyncio.gather(*(post(here, "/runs:batch", BATCH, headers=SENT) for _ in range(10)))
     assert sorted(answer.status_code for answer in answers) == [200] * 9 + [202]
     assert len({tuple(run["id"] for run in answer.json()["runs"]) for answer in answers}) == 1
 
 
-async def test_another_batch_under_the_same_key_is_refused_whatever_is_different(here: LocalInstance) -> None:
+async def test_any_different_batch_with_the_same_key_is_refused(here: LocalInstance) -> None:
     await post(here, "/runs:batch", BATCH, 202, headers=SENT)
     runs = BATCH["runs"]
     others = [
@@ -227,10 +227,10 @@ async def test_another_batch_under_the_same_key_is_refused_whatever_is_different
     ]
     for other in others:
         is_problem(await post(here, "/runs:batch", {"runs": other}, headers=SENT), "key-reused")
-    assert await runs_there_are(here) == 5
+    assert await count_runs(here) == 5
 
 
-async def test_a_run_with_a_key_of_its_own_keeps_it_in_a_batch(here: LocalInstance) -> None:
+async def test_an_order_with_its_own_key_keeps_that_key_in_a_batch(here: LocalInstance) -> None:
     single = (await post(here, "/actions/echo/runs", {"key": "mine"}, 202)).json()
     orders = {"runs": [{"action": "echo", "key": "mine"}, {"action": "echo"}]}
     first = (await post(here, "/runs:batch", orders, 202, headers=SENT)).json()["runs"]
@@ -239,13 +239,13 @@ async def test_a_run_with_a_key_of_its_own_keeps_it_in_a_batch(here: LocalInstan
     assert [run["id"] for run in again] == [run["id"] for run in first]
 
 
-async def test_a_batch_in_flight_is_told_to_ask_again(here: LocalInstance, address: str) -> None:
+async def test_a_batch_whose_key_is_in_flight_is_refused(here: LocalInstance, address: str) -> None:
     with psycopg.connect(address) as other:
         hold(here, other, "runs:batch:order-17")
         is_problem(await post(here, "/runs:batch", BATCH, headers=SENT), "key-in-flight")
 
 
-async def test_what_is_remembered_of_a_batch_goes_with_its_first_run(here: LocalInstance) -> None:
+async def test_the_key_of_a_batch_is_stored_with_its_first_run(here: LocalInstance) -> None:
     first = (await post(here, "/runs:batch", BATCH, 202, headers=SENT)).json()["runs"][0]
-    remembered = await here.sql("SELECT run_id FROM run_keys WHERE action_id = 0")
-    assert remembered == [(first["id"],)]
+    stored = await here.sql("SELECT run_id FROM run_keys WHERE action_id = 0")
+    assert stored == [(first["id"],)]

@@ -1,6 +1,6 @@
 """All instances share a limit: it is exact, serves callers in order, and lets nothing pass without a permit.
 
-An instance is a `Limits` object of its own here, on one database; `tests/instances/test_limits.py` has real processes.
+An instance is a `Limits` object here, on one database; `tests/instances/test_limits.py` has real processes.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
-def sea(postgres: Postgres) -> Iterator[str]:
+def database_address(postgres: Postgres) -> Iterator[str]:
     """One database for all tests of this module; each deletes the limits of the test before it."""
     own = postgres.new_database()
     yield own
@@ -39,25 +39,25 @@ def sea(postgres: Postgres) -> Iterator[str]:
 
 
 @pytest.fixture
-async def here(sea: str) -> AsyncIterator[EngineHarness]:
-    async with engine_harness(sea) as own:
+async def here(database_address: str) -> AsyncIterator[EngineHarness]:
+    async with engine_harness(database_address) as own:
         await own.sql("TRUNCATE limits")
         yield own
 
 
-async def work(limits: Limits, wanted: Limit, count: int, instants: list[float], seconds: float) -> None:
+async def work(limits: Limits, tides: Limit, count: int, instants: list[float], seconds: float) -> None:
     """Take permits again and again for some seconds, from `count` tasks."""
 
-    async def ask() -> None:
+    async def take_permit() -> None:
         while True:
-            await limits.take(wanted, None)
+            await limits.take(tides, None)
             instants.append(clock())
 
-    asking = [asyncio.create_task(ask()) for _ in range(count)]
+    tasks = [asyncio.create_task(take_permit()) for _ in range(count)]
     await asyncio.sleep(seconds)
-    for task in asking:
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*asking, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
     await limits.stop()
 
 
@@ -66,29 +66,29 @@ async def used_until(here: EngineHarness) -> float:
     return float(instant)
 
 
-# -- how many ---------------------------------------------------------------------------------------------------------
+# -- the rate ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("burst", [1, 40])
-async def test_all_instances_together_use_the_rate_in_any_period_and_no_more(here: EngineHarness, burst: int) -> None:
-    wanted = Limit.of("tides", "200/s", burst)
+async def test_all_instances_together_use_exactly_the_rate_in_any_period(here: EngineHarness, burst: int) -> None:
+    tides = Limit.of("tides", "200/s", burst)
     for _ in range(ROUNDS):
         await here.sql("TRUNCATE limits")
         instants, began = list[float](), clock()
-        await asyncio.gather(*(work(Limits(here.database), wanted, 30, instants, 1.0) for _ in range(3)))
+        await asyncio.gather(*(work(Limits(here.database), tides, 30, instants, 1.0) for _ in range(3)))
         # One tolerance is the limit's, the other is for the machine that runs this test.
-        assert excess(instants, wanted.interval, burst) <= 2 * RATE_TOLERANCE / wanted.interval
-        # Permits that come too late are lost. That happens on a busy machine, but not in every round.
+        assert excess(instants, tides.interval, burst) <= 2 * RATE_TOLERANCE / tides.interval
+        # Permits that arrive too late are lost, which happens on a busy machine, but not in every round.
         if len(instants) >= 0.8 * (burst + 200 * min(1.0, clock() - began)):
             return
-    pytest.fail("in no round, the rate was used")
+    pytest.fail("the rate was not used in any round")
 
 
-async def test_a_burst_passes_at_once_and_nothing_beyond_it(here: EngineHarness) -> None:
-    limits, wanted = Limits(here.database), Limit.of("tides", "1/h", 50)
-    await asyncio.gather(*(limits.take(wanted, 0) for _ in range(50)))
+async def test_a_burst_passes_at_once_and_the_next_caller_is_refused(here: EngineHarness) -> None:
+    limits, tides = Limits(here.database), Limit.of("tides", "1/h", 50)
+    await asyncio.gather(*(limits.take(tides, 0) for _ in range(50)))
     with pytest.raises(LimitReached):
-        await limits.take(wanted, 0)
+        await limits.take(tides, 0)
 
 
 async def test_two_rates_of_one_name_each_advance_the_row_by_their_own_interval(here: EngineHarness) -> None:
@@ -99,7 +99,7 @@ async def test_two_rates_of_one_name_each_advance_the_row_by_their_own_interval(
     assert await used_until(here) - before == pytest.approx(3600, abs=0.001)
 
 
-async def test_each_name_is_a_limit_of_its_own(here: EngineHarness) -> None:
+async def test_limits_with_different_names_are_independent(here: EngineHarness) -> None:
     limits = Limits(here.database)
     for name in ("tides", "%s'{}:;", "潮汐 🌊"):
         await limits.take(Limit.of(name, "1/h", 1), 0)
@@ -109,212 +109,216 @@ async def test_each_name_is_a_limit_of_its_own(here: EngineHarness) -> None:
 # -- waiting ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_refused_caller_learns_when_to_try_again_and_has_used_no_permit(here: EngineHarness) -> None:
-    wanted = Limit.of("tides", "1/m", 1)
-    await Limits(here.database).take(wanted, 0)
+async def test_a_refusal_has_the_time_to_try_again_and_uses_no_permit(here: EngineHarness) -> None:
+    tides = Limit.of("tides", "1/m", 1)
+    await Limits(here.database).take(tides, 0)
     before = await used_until(here)
     with pytest.raises(LimitReached, match=r"the limit 'tides' of 1/m is used up: try again in 1m") as refused:
-        await Limits(here.database).take(wanted, 0)
+        await Limits(here.database).take(tides, 0)
     assert 50 < refused.value.retry_after <= 60
     assert await used_until(here) == before
 
 
-async def test_a_wait_that_is_too_short_is_refused_as_soon_as_that_is_certain(here: EngineHarness) -> None:
-    limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 1)
-    await Limits(here.database).take(wanted, 0)
+async def test_a_caller_whose_wait_is_too_short_is_refused_at_once(here: EngineHarness) -> None:
+    limits, tides = Limits(here.database), Limit.of("tides", "1/m", 1)
+    await Limits(here.database).take(tides, 0)
     with pytest.raises(LimitReached):
         async with asyncio.timeout(10):
-            await limits.take(wanted, 30)
+            await limits.take(tides, 30)
     before = await used_until(here)
-    patient = asyncio.create_task(limits.take(wanted, 90))
-    await soon(lambda: moved(here, before))
+    patient = asyncio.create_task(limits.take(tides, 90))
+    await soon(lambda: has_advanced(here, before))
     with pytest.raises(LimitReached):
         async with asyncio.timeout(10):
-            await limits.take(wanted, 90)
+            await limits.take(tides, 90)
     assert not patient.done()
     patient.cancel()
 
 
-async def moved(here: EngineHarness, before: float) -> bool:
+async def has_advanced(here: EngineHarness, before: float) -> bool:
     return await used_until(here) > before
 
 
-async def test_a_wait_that_is_long_enough_is_not_refused(here: EngineHarness) -> None:
-    limits, wanted = Limits(here.database), Limit.of("tides", "10/s", 1)
+async def test_a_caller_whose_wait_is_long_enough_is_not_refused(here: EngineHarness) -> None:
+    limits, tides = Limits(here.database), Limit.of("tides", "10/s", 1)
     began = clock()
     for _ in range(3):
-        await limits.take(wanted, 5)
+        await limits.take(tides, 5)
     assert clock() - began > 0.18
 
 
-async def test_first_come_is_first_served(here: EngineHarness) -> None:
-    limits, wanted, served = Limits(here.database), Limit.of("tides", "200/s", 1), list[int]()
+async def test_callers_are_served_in_the_order_of_their_calls(here: EngineHarness) -> None:
+    limits, tides, served = Limits(here.database), Limit.of("tides", "200/s", 1), list[int]()
 
-    async def ask(number: int) -> None:
-        await limits.take(wanted, None)
+    async def take_permit(number: int) -> None:
+        await limits.take(tides, None)
         served.append(number)
 
-    await asyncio.gather(*(ask(number) for number in range(60)))
+    await asyncio.gather(*(take_permit(number) for number in range(60)))
     assert served == list(range(60))
 
 
 async def test_a_waiter_of_another_instance_does_not_wait_for_all_waiters_of_this_one(here: EngineHarness) -> None:
-    wanted, crowded, instants = Limit.of("tides", "100/s", 1), Limits(here.database), list[float]()
-    crowd = asyncio.create_task(work(crowded, wanted, 500, instants, 5.0))
-    await soon(lambda: served_some(instants))
+    tides, crowded, instants = Limit.of("tides", "100/s", 1), Limits(here.database), list[float]()
+    crowd_task = asyncio.create_task(work(crowded, tides, 500, instants, 5.0))
+    await soon(lambda: has_served_some(instants))
     before = len(instants)
-    await Limits(here.database).take(wanted, None)
+    await Limits(here.database).take(tides, None)
     assert len(instants) - before < 50
-    crowd.cancel()
-    await asyncio.gather(crowd, return_exceptions=True)
+    crowd_task.cancel()
+    await asyncio.gather(crowd_task, return_exceptions=True)
     await crowded.stop()
 
 
-async def served_some(instants: list[float]) -> bool:
+async def has_served_some(instants: list[float]) -> bool:
     return len(instants) > 3
 
 
-async def test_the_permit_of_a_waiter_that_gave_up_goes_to_the_next(here: EngineHarness) -> None:
+async def test_the_permit_of_a_cancelled_waiter_goes_to_the_next_waiter(here: EngineHarness) -> None:
     # Rare enough that the first waiter gives up before the time of its permit.
-    limits, wanted = Limits(here.database), Limit.of("tides", "1/3s", 1)
-    await limits.take(wanted, 0)
+    limits, tides = Limits(here.database), Limit.of("tides", "1/3s", 1)
+    await limits.take(tides, 0)
     before = await used_until(here)
-    first, second = (asyncio.create_task(limits.take(wanted, None)) for _ in range(2))
-    await soon(lambda: moved(here, before))
+    first, second = (asyncio.create_task(limits.take(tides, None)) for _ in range(2))
+    await soon(lambda: has_advanced(here, before))
     first.cancel()
     await second
-    assert await used_until(here) - before == pytest.approx(wanted.interval, abs=0.001)
+    assert await used_until(here) - before == pytest.approx(tides.interval, abs=0.001)
 
 
 async def test_an_unused_permit_is_kept_for_the_next_caller(
     here: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.coordination.permits.ANSWER_LIFETIME", 0.0)
-    limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 1)
-    await limits.take(wanted, 0)
+    limits, tides = Limits(here.database), Limit.of("tides", "1/m", 1)
+    await limits.take(tides, 0)
     before = await used_until(here)
-    waiting = asyncio.create_task(limits.take(wanted, None))
-    await soon(lambda: moved(here, before))
+    waiting = asyncio.create_task(limits.take(tides, None))
+    await soon(lambda: has_advanced(here, before))
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     limits._remove_idle()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(limits.take(wanted, None), 0.2)
-    assert await used_until(here) - before == pytest.approx(wanted.interval, abs=0.001)
+        await asyncio.wait_for(limits.take(tides, None), 0.2)
+    assert await used_until(here) - before == pytest.approx(tides.interval, abs=0.001)
 
 
-async def test_few_statements_serve_many_callers_and_refusals_need_none(here: EngineHarness) -> None:
-    limits, asked = Limits(here.database), 0
+async def test_many_callers_share_few_statements_and_refusals_need_almost_none(here: EngineHarness) -> None:
+    limits, statements = Limits(here.database), 0
     connection = limits.connection
 
     def counted() -> AbstractAsyncContextManager[Connection]:
-        nonlocal asked
-        asked += 1
+        nonlocal statements
+        statements += 1
         return connection()
 
     limits.connection = counted
     await asyncio.gather(*(limits.take(Limit.of("tides", "1000/s", 1), None) for _ in range(200)))
-    assert asked < 12
+    assert statements < 12
     await limits.take(Limit.of("tides", "1/m", 1), None)
-    before = asked
+    before = statements
     for _ in range(50):
         with pytest.raises(LimitReached):
             await limits.take(Limit.of("tides", "1/m", 1), 1)
-    assert asked - before <= 1
+    assert statements - before <= 1
 
 
 async def test_waiters_are_refused_when_the_instance_shuts_down(here: EngineHarness) -> None:
-    limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 1)
+    limits, tides = Limits(here.database), Limit.of("tides", "1/m", 1)
     await limits.start()
-    await limits.take(wanted, 0)
-    waiting = asyncio.create_task(limits.take(wanted, None))
-    await soon(lambda: waits(limits))
+    await limits.take(tides, 0)
+    waiting = asyncio.create_task(limits.take(tides, None))
+    await soon(lambda: has_waiter(limits))
     await limits.stop()
     with pytest.raises(LimitReached, match="this instance shuts down"):
         await waiting
 
 
-async def waits(limits: Limits) -> bool:
+async def has_waiter(limits: Limits) -> bool:
     return limits.waiting["tides"] == 1
 
 
-# -- too late ---------------------------------------------------------------------------------------------------------
+# -- late permits -----------------------------------------------------------------------------------------------------
 
 
-async def test_an_instance_that_was_frozen_does_not_use_many_permits_at_once_when_it_continues(
+async def test_an_instance_that_was_frozen_uses_no_burst_of_permits_when_it_continues(
     here: EngineHarness,
 ) -> None:
-    limits, wanted, instants = Limits(here.database), Limit.of("tides", "1000/s", 1), list[float]()
+    limits, tides, instants = Limits(here.database), Limit.of("tides", "1000/s", 1), list[float]()
 
-    async def ask() -> None:
-        await limits.take(wanted, None)
+    async def take_permit() -> None:
+        await limits.take(tides, None)
         instants.append(clock())
 
-    asking = [asyncio.create_task(ask()) for _ in range(110)]
-    await soon(lambda: served_some(instants), every=0.001)
-    time.sleep(0.5)  # noqa: ASYNC251 — nothing here continues meanwhile, as in a stopped process
+    tasks = [asyncio.create_task(take_permit()) for _ in range(110)]
+    await soon(lambda: has_served_some(instants), every=0.001)
+    time.sleep(0.5)  # noqa: ASYNC251 — nothing here continues, as in a stopped process
     woken = clock()
-    await asyncio.gather(*asking)
+    await asyncio.gather(*tasks)
     assert len([instant for instant in instants if woken <= instant < woken + 0.005]) < 20
 
 
-async def test_a_permit_whose_task_continued_too_late_is_not_used(here: EngineHarness) -> None:
-    """Ten tasks are given a permit at once; the first blocks the loop, until ten others have passed elsewhere."""
-    limits, wanted, instants = Limits(here.database), Limit.of("tides", "100/s", 10), list[float]()
+async def test_a_task_that_continues_too_late_does_not_use_its_permit(here: EngineHarness) -> None:
+    """Ten tasks receive a permit at once; the first blocks the loop, and ten others then pass on another instance."""
+    limits, tides, instants = Limits(here.database), Limit.of("tides", "100/s", 10), list[float]()
     others: list[asyncio.Task[None]] = []
 
-    async def ask(whose: Limits) -> None:
-        await whose.take(wanted, None)
+    async def take_permit(limits_: Limits) -> None:
+        await limits_.take(tides, None)
         instants.append(clock())
         if not others:
             time.sleep(0.3)  # noqa: ASYNC251 — as above
             elsewhere = Limits(here.database)
-            others.extend(asyncio.create_task(ask(elsewhere)) for _ in range(10))
+            others.extend(asyncio.create_task(take_permit(elsewhere)) for _ in range(10))
 
-    await asyncio.gather(*(ask(limits) for _ in range(10)))
+    await asyncio.gather(*(take_permit(limits) for _ in range(10)))
     await asyncio.gather(*others)
     assert len(instants) == 20
-    assert excess(instants, wanted.interval, wanted.burst) < 6
+    assert excess(instants, tides.interval, tides.burst) < 6
 
 
-async def test_a_permit_is_never_used_early_even_after_a_slow_answer(here: EngineHarness, sea: str) -> None:
-    limits, wanted = Limits(here.database), Limit.of("tides", "1/s", 1)
-    await limits.take(wanted, 0)
+async def test_a_permit_is_never_used_early_even_after_a_slow_response(
+    here: EngineHarness, database_address: str
+) -> None:
+    limits, tides = Limits(here.database), Limit.of("tides", "1/s", 1)
+    await limits.take(tides, 0)
     instant = await used_until(here)
-    with psycopg.connect(sea) as holder:
+    with psycopg.connect(database_address) as holder:
         holder.execute("SELECT FROM flotilla.limits FOR UPDATE")
-        waiting = asyncio.create_task(limits.take(wanted, None))
+        waiting = asyncio.create_task(limits.take(tides, None))
         await asyncio.sleep(0.7 * MAX_ANSWER_TIME)
     await waiting
     # The server runs on this machine, and has its clock.
     assert time.time() >= instant
 
 
-async def test_the_lease_of_a_slow_answer_is_discarded(here: EngineHarness, sea: str) -> None:
+async def test_permits_of_a_response_that_took_too_long_are_discarded(
+    here: EngineHarness, database_address: str
+) -> None:
     """An instance that was frozen while the answer was in flight cannot know the age of the answer."""
-    limits, wanted = Limits(here.database), Limit.of("tides", "1/m", 5)
-    await limits.take(wanted, 0)
+    limits, tides = Limits(here.database), Limit.of("tides", "1/m", 5)
+    await limits.take(tides, 0)
     before = await used_until(here)
-    with psycopg.connect(sea) as holder:
+    with psycopg.connect(database_address) as holder:
         holder.execute("SELECT FROM flotilla.limits FOR UPDATE")
-        waiting = asyncio.create_task(limits.take(wanted, None))
+        waiting = asyncio.create_task(limits.take(tides, None))
         await asyncio.sleep(MAX_ANSWER_TIME + 0.2)
         assert not waiting.done()
     await waiting
-    assert await used_until(here) - before == pytest.approx(2 * wanted.interval, abs=0.001)
+    assert await used_until(here) - before == pytest.approx(2 * tides.interval, abs=0.001)
 
 
-async def test_nothing_passes_while_the_database_is_away_and_callers_continue_afterwards(address: str) -> None:
+async def test_no_caller_passes_during_an_outage_and_waiting_callers_continue_after_it(address: str) -> None:
     host, port = "127.0.0.1", int(address.rpartition("/")[0].rpartition(":")[2])
     with Proxy((host, port)) as proxy:
         async with engine_harness(address.replace(f":{port}/", f":{proxy.port}/")) as here:
-            limits, wanted = Limits(here.database), Limit.of("tides", "10/s", 1)
-            await limits.take(wanted, 0)
+            limits, tides = Limits(here.database), Limit.of("tides", "10/s", 1)
+            await limits.take(tides, 0)
             proxy.refuse()
             proxy.cut()
-            waiting = asyncio.create_task(limits.take(wanted, None))
+            waiting = asyncio.create_task(limits.take(tides, None))
             with pytest.raises(LimitReached, match="the database does not answer"):
-                await limits.take(wanted, 0.2)
+                await limits.take(tides, 0.2)
             assert not waiting.done()
             proxy.heal()
             await asyncio.wait_for(waiting, 60)
@@ -324,7 +328,7 @@ async def test_nothing_passes_while_the_database_is_away_and_callers_continue_af
 
 
 @pytest.mark.parametrize(
-    ("name", "rate", "burst", "said"),
+    ("name", "rate", "burst", "message"),
     [
         ("tides", "0/s", 1, "'0/s' is not a rate: write it like '10/s'"),
         ("tides", "1/0s", 1, "is not a rate"),
@@ -340,8 +344,8 @@ async def test_nothing_passes_while_the_database_is_away_and_callers_continue_af
         (7, "10/s", 1, "from 1 to 200 printable characters"),
     ],
 )
-def test_invalid_arguments_are_refused(name: str, rate: str, burst: int, said: str) -> None:
-    with pytest.raises(LimitInvalid, match=said.replace("(", r"\(")):
+def test_invalid_arguments_are_refused(name: str, rate: str, burst: int, message: str) -> None:
+    with pytest.raises(LimitInvalid, match=message.replace("(", r"\(")):
         Limit.of(name, rate, burst)
 
 

@@ -1,4 +1,4 @@
-"""The link and the leader's queue, one instance at a time, where something must be seen from the database's side."""
+"""The link and the queue for leadership, with observations that only the database allows."""
 
 import threading
 import time
@@ -27,15 +27,15 @@ REGISTRY = Registry(NAMESPACE)
 
 
 @pytest.fixture
-def home(address: str) -> str:
+def migrated_address(address: str) -> str:
     migrations.migrate(address, NAMESPACE)
     return address
 
 
 @contextmanager
 def linked(address: str, callbacks: Callbacks | None = None, name: str | None = None) -> Iterator[Link]:
-    wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12, name=name)
-    link = Link(address, REGISTRY, wanted, callbacks or Callbacks())
+    registration = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12, name=name)
+    link = Link(address, REGISTRY, registration, callbacks or Callbacks())
     link.join()
     try:
         yield link
@@ -58,31 +58,36 @@ def leading(leaders: list[Leader]) -> list[Leader]:
     return [each for each in leaders if each.leading]
 
 
-def test_neither_the_leader_nor_those_who_wait_hold_back_vacuum_or_index_builds(home: str) -> None:
-    """What a plain wait for an advisory lock would do: hold a snapshot for as long as it waits."""
-    with linked(home) as one, linked(home) as two, queued(home, one) as first, queued(home, two) as second:
+def test_neither_the_leader_nor_its_candidates_hold_a_snapshot_or_delay_index_builds(migrated_address: str) -> None:
+    """A plain wait for an advisory lock would hold a snapshot for as long as it waits."""
+    with (
+        linked(migrated_address) as one,
+        linked(migrated_address) as two,
+        queued(migrated_address, one) as first,
+        queued(migrated_address, two) as second,
+    ):
         eventually(lambda: leading([first, second]))
-        with psycopg.connect(home, autocommit=True) as session:
+        with psycopg.connect(migrated_address, autocommit=True) as session:
             find = (
                 "SELECT wait_event_type = 'Lock', backend_xmin IS NULL, backend_xid IS NULL FROM pg_stat_activity "
                 "WHERE application_name LIKE '%/turn/%' AND datname = current_database() ORDER BY 1 NULLS FIRST"
             )
 
-            def one_leads_one_waits_and_neither_holds_anything() -> bool:
+            def one_leads_and_one_waits_without_a_snapshot() -> bool:
                 rows = session.execute(find).fetchall()
-                # The leader is in a look for a moment now and then; asked again until both are at rest.
+                # The leader executes a check now and then, so this is repeated until both sessions are idle.
                 return len(rows) == 2 and rows[-1][0] is True and all(row[1:] == (True, True) for row in rows)
 
-            eventually(one_leads_one_waits_and_neither_holds_anything)
+            eventually(one_leads_and_one_waits_without_a_snapshot)
             session.execute("CREATE TABLE big AS SELECT generate_series(1, 100) AS n")
             session.execute("SET statement_timeout = '5s'")
             session.execute("CREATE INDEX CONCURRENTLY ON big (n)")
 
 
-def test_the_next_in_the_queue_leads_as_soon_as_the_leader_steps_down(home: str) -> None:
-    with linked(home) as one, linked(home) as two, queued(home, one) as first:
+def test_the_next_candidate_leads_as_soon_as_the_leader_steps_down(migrated_address: str) -> None:
+    with linked(migrated_address) as one, linked(migrated_address) as two, queued(migrated_address, one) as first:
         eventually(lambda: first.leading)
-        with queued(home, two) as second, psycopg.connect(home, autocommit=True) as session:
+        with queued(migrated_address, two) as second, psycopg.connect(migrated_address, autocommit=True) as session:
             eventually(lambda: candidates(session) == 1)
             assert not second.leading
             first.step_down()
@@ -98,10 +103,10 @@ def candidates(session: Session) -> int:
     return int(row[0])
 
 
-def test_a_leader_does_not_call_itself_leader_from_the_moment_it_steps_down(
-    home: str, monkeypatch: pytest.MonkeyPatch
+def test_a_leader_stops_being_leader_in_memory_as_soon_as_it_steps_down(
+    migrated_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server may let the next one in before this one's thread has noticed that its session ended."""
+    """The server may make the next candidate the leader before this one has noticed that its session ended."""
     noticed = threading.Event()
     change = Leader._set_leading
 
@@ -111,86 +116,86 @@ def test_a_leader_does_not_call_itself_leader_from_the_moment_it_steps_down(
         change(self, leading)
 
     monkeypatch.setattr(Leader, "_set_leading", notice_late)
-    with linked(home) as one, queued(home, one) as leader:
+    with linked(migrated_address) as one, queued(migrated_address, one) as leader:
         eventually(lambda: leader.leading)
         leader.step_down()
         assert not leader.leading
         noticed.set()
 
 
-def test_a_leader_that_was_cut_off_stops_calling_itself_leader_before_the_server_ends_its_session(
-    home: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+def test_a_cut_off_leader_stops_being_leader_before_the_server_ends_its_session(
+    migrated_address: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the clock alone: its thread waits for an answer that does not come."""
+    """Only the clock can end it: the thread of the leader waits for a response that does not come."""
     monkeypatch.setattr(DirectSession, "patience", property(lambda _: None, lambda *_: None))
-    with Proxy(("127.0.0.1", postgres.port)) as proxy, linked(home) as link:
-        name = home.rpartition("/")[2]
+    with Proxy(("127.0.0.1", postgres.port)) as proxy, linked(migrated_address) as link:
+        name = migrated_address.rpartition("/")[2]
         with (
             queued(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}", link) as leader,
-            psycopg.connect(home, autocommit=True) as session,
+            psycopg.connect(migrated_address, autocommit=True) as session,
         ):
             eventually(lambda: leader.leading)
             proxy.swallow()
             eventually(lambda: not leader.leading)
-            assert leading_backend(session) is not None, "the server let go first"
+            assert leading_backend(session) is not None, "the server ended the session first"
             proxy.cut()
 
 
 def test_a_leader_declares_an_instance_gone_when_the_server_accepts_no_new_session(
-    home: str, postgres: Postgres
+    migrated_address: str, postgres: Postgres
 ) -> None:
-    """At max_connections, for example. What the leader needs for a verdict, it has had since its term began."""
-    with leader_and_another(home) as (_, session, theirs, other), postgres.session() as operator:
+    """For example at max_connections. The leader has had the sessions that it needs since its term began."""
+    with leader_and_another(migrated_address) as (_, session, theirs, other), postgres.session() as operator:
         eventually(lambda: session.execute("SELECT FROM flotilla.leader_terms").fetchall())
-        name = home.rpartition("/")[2]
+        name = migrated_address.rpartition("/")[2]
         operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false')
         try:
             theirs.close()
-            eventually(lambda: not living(session, other))
+            eventually(lambda: not is_living(session, other))
         finally:
             operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true')
 
 
-def test_a_leader_that_gets_no_session_to_write_by_goes_on_leading_and_tries_again(
-    home: str, postgres: Postgres
+def test_a_leader_without_a_session_for_writing_stays_leader_and_tries_again(
+    migrated_address: str, postgres: Postgres
 ) -> None:
-    """Its place in the queue is a session too, and one that was given up could not be had again."""
+    """Its position in the queue is a session too, and after giving it up the leader could not open another one."""
     with (
-        linked(home) as one,
-        linked(home) as two,
-        queued(home, one) as first,
-        psycopg.connect(home, autocommit=True) as session,
-        open_session(home, application="test", lease=None) as theirs,
+        linked(migrated_address) as one,
+        linked(migrated_address) as two,
+        queued(migrated_address, one) as first,
+        psycopg.connect(migrated_address, autocommit=True) as session,
+        open_session(migrated_address, application="test", lease=None) as theirs,
         postgres.session() as operator,
     ):
         eventually(lambda: first.leading)
         other = REGISTRY.join(theirs, Registration(uuid4(), "there", 2, "test", 12), "ready")
-        with queued(home, two) as second:
+        with queued(migrated_address, two) as second:
             eventually(lambda: candidates(session) == 1)
-            name = home.rpartition("/")[2]
+            name = migrated_address.rpartition("/")[2]
             operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false')
             try:
                 first.step_down()
                 theirs.close()
                 eventually(lambda: second.leading)
-                looks = second.checks
-                # The first few are within the grace of the instance that died.
-                eventually(lambda: second.checks > looks + 10)
+                checks = second.checks
+                # The first few checks are within the grace period of the dead instance.
+                eventually(lambda: second.checks > checks + 10)
                 assert second.leading
                 assert second.terms == 1
-                assert living(session, other.id)
+                assert is_living(session, other.id)
             finally:
                 operator.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true')
-            eventually(lambda: not living(session, other.id))
+            eventually(lambda: not is_living(session, other.id))
             assert second.terms == 1
 
 
-def test_there_is_one_leader_at_a_time_through_many_hand_overs(home: str) -> None:
-    with linked(home) as one, linked(home) as two, linked(home) as three:
-        leaders = [Leader(home, REGISTRY, link) for link in (one, two, three)]
+def test_there_is_at_most_one_leader_during_many_changes_of_leadership(migrated_address: str) -> None:
+    with linked(migrated_address) as one, linked(migrated_address) as two, linked(migrated_address) as three:
+        leaders = [Leader(migrated_address, REGISTRY, link) for link in (one, two, three)]
         for each in leaders:
             each.start()
-        with psycopg.connect(home, autocommit=True) as session:
+        with psycopg.connect(migrated_address, autocommit=True) as session:
             for _ in range(10):
                 backend = eventually(lambda: leading_backend(session))
                 session.execute("SELECT pg_terminate_backend(%s)", [backend])
@@ -201,7 +206,7 @@ def test_there_is_one_leader_at_a_time_through_many_hand_overs(home: str) -> Non
 
 
 def leading_backend(session: psycopg.Connection[tuple[object, ...]]) -> int | None:
-    """The backend of the one leader; an assertion, if there were two."""
+    """Return the backend of the leader, or None. Fail if there are two leaders."""
     leaders = [each.id for each in REGISTRY.list(session) if each.leader]
     assert len(leaders) <= 1
     found = session.execute("SELECT turn_pid FROM flotilla.instances WHERE id = ANY(%s)", [leaders]).fetchone()
@@ -212,72 +217,76 @@ def hand_over_from(session: psycopg.Connection[tuple[object, ...]], backend: int
     eventually(lambda: leading_backend(session) not in {None, backend})
 
 
-def living(session: Session, identifier: int) -> bool:
+def is_living(session: Session, identifier: int) -> bool:
     return not REGISTRY.is_gone(session, identifier)
 
 
 def seconds_until_gone(session: Session, identifier: int) -> float:
     began = time.monotonic()
-    eventually(lambda: not living(session, identifier))
+    eventually(lambda: not is_living(session, identifier))
     return time.monotonic() - began
 
 
-def test_a_lock_that_a_restart_took_away_is_given_time_to_come_back(home: str) -> None:
-    """The row says on which server its lock was taken. On this one it never was, so it is no sign of death yet."""
-    with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
-        dying = open_session(home, application="test", lease=None)
+def test_after_a_server_restart_an_instance_has_time_to_take_its_presence_lock_again(migrated_address: str) -> None:
+    """The row has the start time of the server that granted the lock; after a restart, a free lock proves nothing."""
+    with linked(migrated_address) as link, psycopg.connect(migrated_address, autocommit=True) as session:
+        dying = open_session(migrated_address, application="test", lease=None)
         other = REGISTRY.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
         session.execute("UPDATE flotilla.instances SET server_started_at = now() - interval '1 day' WHERE id = 2")
         assert other.id == 2
         dying.close()
         began = time.monotonic()
-        with queued(home, link):
-            eventually(lambda: not living(session, other.id))
+        with queued(migrated_address, link):
+            eventually(lambda: not is_living(session, other.id))
             assert time.monotonic() - began > RELINK_GRACE * 0.8
 
 
 @contextmanager
-def leader_and_another(home: str) -> Iterator[tuple[Link, Session, DirectSession, int]]:
-    """A leader, a session to look with, and the session and id of another instance that lives."""
+def leader_and_another(migrated_address: str) -> Iterator[tuple[Link, Session, DirectSession, int]]:
+    """Yield the link of a leader, a session for queries, and the session and id of another living instance."""
     with (
-        linked(home) as link,
-        queued(home, link) as leader,
-        psycopg.connect(home, autocommit=True) as session,
-        open_session(home, application="test", lease=None) as theirs,
+        linked(migrated_address) as link,
+        queued(migrated_address, link) as leader,
+        psycopg.connect(migrated_address, autocommit=True) as session,
+        open_session(migrated_address, application="test", lease=None) as theirs,
     ):
         eventually(lambda: leader.leading)
         other = REGISTRY.join(theirs, Registration(uuid4(), "there", 2, "test", 12), "ready")
         yield link, session, theirs, other.id
 
 
-def test_a_leader_whose_own_link_was_just_broken_judges_nobody_in_a_hurry(home: str) -> None:
-    """What ended its session may have ended everyone's: a crash of the server keeps the server's start time."""
-    with leader_and_another(home) as (link, session, theirs, other):
+def test_a_leader_whose_own_link_has_just_broken_waits_before_it_declares_an_instance_gone(
+    migrated_address: str,
+) -> None:
+    """The cause may have ended all sessions: a crash of the server does not change the start time of the server."""
+    with leader_and_another(migrated_address) as (link, session, theirs, other):
         session.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE '%/link/%'")
         eventually(lambda: link.relinks == 1)
         theirs.close()
         assert seconds_until_gone(session, other) > RELINK_GRACE * 0.5
 
 
-def test_without_either_a_free_lock_is_a_death_within_moments(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_presence_lock_normally_means_that_the_instance_is_declared_gone_at_once(
+    migrated_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.fleet.cluster.leader.RELINK_GRACE", 3600)
-    with leader_and_another(home) as (_, session, theirs, other):
+    with leader_and_another(migrated_address) as (_, session, theirs, other):
         theirs.close()
-        eventually(lambda: not living(session, other))
+        eventually(lambda: not is_living(session, other))
 
 
-def test_a_defect_in_what_a_death_asks_for_costs_a_try_and_not_the_leader(home: str) -> None:
+def test_a_leader_tries_again_if_a_callback_of_the_declaration_raises(migrated_address: str) -> None:
     tries: list[int] = []
 
     def fail_once(_: Session, identifiers: Sequence[int]) -> None:
         tries.extend(identifiers)
         if len(tries) == 1:
-            raise RuntimeError("a defect in a room above")
+            raise RuntimeError("a defect in another module")
 
-    with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
-        dying = open_session(home, application="test", lease=None)
+    with linked(migrated_address) as link, psycopg.connect(migrated_address, autocommit=True) as session:
+        dying = open_session(migrated_address, application="test", lease=None)
         other = REGISTRY.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
-        leader = Leader(home, Registry(NAMESPACE, [fail_once]), link)
+        leader = Leader(migrated_address, Registry(NAMESPACE, [fail_once]), link)
         leader.start()
         dying.close()
         seconds_until_gone(session, other.id)
@@ -287,20 +296,20 @@ def test_a_defect_in_what_a_death_asks_for_costs_a_try_and_not_the_leader(home: 
         leader.join(5)
 
 
-def test_a_death_with_very_many_runs_is_a_short_transaction_and_the_leader_takes_the_rest_back_after_it(
-    home: str,
+def test_runs_of_a_gone_instance_are_rescued_in_batches_after_a_short_first_transaction(
+    migrated_address: str,
 ) -> None:
-    """The verdict must end within the patience of the session that writes it, however many runs there are."""
+    """The declaration must commit within the patience of its session, however many runs the instance has."""
     steps: list[object] = []
-    take_back = Rescue(NAMESPACE)
+    rescue = Rescue(NAMESPACE)
 
     def counted(session: Session, dead: Sequence[int]) -> bool:
-        more = take_back(session, dead)
+        more = rescue(session, dead)
         steps.append(session.execute("SELECT count(*) FROM flotilla.runs WHERE state = 'pending'").fetchone())
         return more
 
-    with linked(home) as link, psycopg.connect(home, autocommit=True) as session:
-        dying = open_session(home, application="test", lease=None)
+    with linked(migrated_address) as link, psycopg.connect(migrated_address, autocommit=True) as session:
+        dying = open_session(migrated_address, application="test", lease=None)
         other = REGISTRY.join(dying, Registration(uuid4(), "there", 2, "test", 12), "ready")
         session.execute(
             "INSERT INTO flotilla.runs (action_id, state, priority, run_at, instance_id, max_attempts, trigger) "
@@ -308,7 +317,7 @@ def test_a_death_with_very_many_runs_is_a_short_transaction_and_the_leader_takes
             [other.id, 2 * BATCH + 500],
         )
         dying.close()
-        leader = Leader(home, Registry(NAMESPACE, [counted]), link)
+        leader = Leader(migrated_address, Registry(NAMESPACE, [counted]), link)
         leader.start()
         eventually(lambda: len(steps) == 3)
         leader.step_down()
@@ -317,9 +326,9 @@ def test_a_death_with_very_many_runs_is_a_short_transaction_and_the_leader_takes
         assert session.execute("SELECT DISTINCT state, deaths FROM flotilla.runs").fetchall() == [("pending", 1)]
 
 
-def test_a_server_that_stops_answering_is_given_up_before_its_lease_ends(home: str, postgres: Postgres) -> None:
-    """Packets are acknowledged and nothing answers: no TCP timer sees that, only patience does."""
-    name = home.rpartition("/")[2]
+def test_the_link_gives_up_a_silent_server_before_the_lease_ends(migrated_address: str, postgres: Postgres) -> None:
+    """Packets are acknowledged and the server does not respond: no TCP timer detects that, only the patience does."""
+    name = migrated_address.rpartition("/")[2]
     with Proxy(("127.0.0.1", postgres.port)) as proxy:
         broken = threading.Event()
         callbacks = Callbacks(on_broken=lambda _: broken.set())
@@ -331,20 +340,20 @@ def test_a_server_that_stops_answering_is_given_up_before_its_lease_ends(home: s
             eventually(lambda: not link.holds())
             assert broken.wait(60)
             proxy.heal()
-            # The former session is still there, and holds the presence: it is ended, not waited for.
+            # The former session still exists and has the presence lock: the link ends that session instead of waiting.
             eventually(link.holds)
             assert link.identity == before
             log = postgres.log.read_text()[logged:]
             assert "terminating connection due to administrator command" in log
-            assert "idle-session timeout" not in log, "the server let go first, or it was waited for"
+            assert "idle-session timeout" not in log, "the server ended the session first, or the link waited for that"
 
 
-def test_what_it_holds_ends_by_the_clock_alone_even_if_its_thread_cannot_run(
-    home: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+def test_the_link_holds_nothing_after_its_patience_even_if_its_thread_is_stuck(
+    migrated_address: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that is stuck notices nothing: no error, no timeout. The clock must be enough."""
+    """A stuck thread notices no error and no timeout, so the clock alone must be enough."""
     monkeypatch.setattr(DirectSession, "patience", None)
-    name = home.rpartition("/")[2]
+    name = migrated_address.rpartition("/")[2]
     with Proxy(("127.0.0.1", postgres.port)) as proxy:
         broken = threading.Event()
         callbacks = Callbacks(on_broken=lambda _: broken.set())
@@ -352,18 +361,21 @@ def test_what_it_holds_ends_by_the_clock_alone_even_if_its_thread_cannot_run(
             logged = len(postgres.log.read_text())
             proxy.swallow()
             eventually(lambda: not link.holds())
-            assert "idle-session timeout" not in postgres.log.read_text()[logged:], "the server let go first"
+            assert "idle-session timeout" not in postgres.log.read_text()[logged:], "the server ended the session first"
             assert not broken.is_set(), "the thread was not stuck"
             proxy.cut()
 
 
-def test_whoever_gave_up_waiting_for_an_announcement_does_not_end_the_link(home: str) -> None:
-    """PostgreSQL was slow, and the one who asked has gone on: the link says it all the same, and lives."""
+def test_cancelling_the_wait_for_an_announcement_does_not_end_the_link(migrated_address: str) -> None:
+    """PostgreSQL was slow, and the caller has given up: the link announces the state nevertheless, and continues."""
     refused: list[FleetError] = []
-    with linked(home, Callbacks(on_refused=refused.append)) as link, psycopg.connect(home, autocommit=True) as session:
+    with (
+        linked(migrated_address, Callbacks(on_refused=refused.append)) as link,
+        psycopg.connect(migrated_address, autocommit=True) as session,
+    ):
         with session.transaction():
             session.execute("SELECT FROM flotilla.instances FOR UPDATE")
-            # The next beat waits for this row.
+            # The next heartbeat waits for this row.
             given_up = link.announce("ready")
             time.sleep(0.3)
             assert given_up.cancel()
@@ -373,7 +385,9 @@ def test_whoever_gave_up_waiting_for_an_announcement_does_not_end_the_link(home:
     assert not refused
 
 
-def test_a_lost_identity_is_dropped_completely_before_there_is_a_new_one(home: str, postgres: Postgres) -> None:
+def test_a_lost_identity_is_dropped_completely_before_the_new_one_joins(
+    migrated_address: str, postgres: Postgres
+) -> None:
     order: list[str] = []
     dropped = threading.Event()
 
@@ -384,7 +398,7 @@ def test_a_lost_identity_is_dropped_completely_before_there_is_a_new_one(home: s
         dropped.set()
 
     callbacks = Callbacks(on_identity_lost=lost, on_joined=lambda identity: order.append(f"joined {identity.id}"))
-    with linked(home, callbacks) as link, psycopg.connect(home, autocommit=True) as session:
+    with linked(migrated_address, callbacks) as link, psycopg.connect(migrated_address, autocommit=True) as session:
         former = link.identity
         assert former is not None
         session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [former.id])
@@ -398,16 +412,19 @@ def test_a_lost_identity_is_dropped_completely_before_there_is_a_new_one(home: s
     assert postgres
 
 
-def test_a_chosen_name_that_was_taken_meanwhile_makes_the_latecomer_leave(home: str) -> None:
+def test_an_instance_whose_configured_name_was_taken_in_the_meantime_leaves(migrated_address: str) -> None:
     refused: list[FleetError] = []
     callbacks = Callbacks(on_refused=refused.append)
-    with linked(home, callbacks, name="harbour") as link, psycopg.connect(home, autocommit=True) as session:
+    with (
+        linked(migrated_address, callbacks, name="harbour") as link,
+        psycopg.connect(migrated_address, autocommit=True) as session,
+    ):
         former = link.identity
         assert former is not None
-        # Declared gone, and its name taken, before it could notice.
+        # The instance is declared gone, and its name taken, before it can notice.
         with session.transaction():
             session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [former.id])
-            with linked_by_row(session, "harbour"):
+            with joined_on_session(session, "harbour"):
                 pass
         eventually(lambda: refused)
         assert isinstance(refused[0], NameTaken)
@@ -415,56 +432,59 @@ def test_a_chosen_name_that_was_taken_meanwhile_makes_the_latecomer_leave(home: 
 
 
 @contextmanager
-def linked_by_row(session: psycopg.Connection[tuple[object, ...]], name: str) -> Iterator[None]:
-    """Another instance of this name, presence lock and all, on the given session."""
-    wanted = Registration(run_id=uuid4(), hostname="there", pid=2, version="test", connections=12, name=name)
-    REGISTRY.join(session, wanted, "ready")
+def joined_on_session(session: psycopg.Connection[tuple[object, ...]], name: str) -> Iterator[None]:
+    """Join as another instance with this name, on the given session, with its presence lock."""
+    registration = Registration(run_id=uuid4(), hostname="there", pid=2, version="test", connections=12, name=name)
+    REGISTRY.join(session, registration, "ready")
     yield
 
 
-def test_the_link_that_is_refused_at_once_says_why(home: str) -> None:
-    with linked(home, name="harbour"), pytest.raises(NameTaken), linked(home, name="harbour"):
+def test_a_link_that_is_refused_at_once_raises_the_reason(migrated_address: str) -> None:
+    with linked(migrated_address, name="harbour"), pytest.raises(NameTaken), linked(migrated_address, name="harbour"):
         pass
 
 
 def test_notifications_stay_in_their_namespace(address: str) -> None:
-    heard: dict[str, list[str]] = {"one": [], "two": []}
+    received: dict[str, list[str]] = {"one": [], "two": []}
     links = []
-    for name, payloads in heard.items():
+    for name, payloads in received.items():
         namespace = Namespace(name)
         migrations.migrate(address, namespace)
-        wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12)
+        registration = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12)
         callbacks = Callbacks(on_notification=payloads.append)
-        links.append(Link(address, Registry(namespace), wanted, callbacks))
+        links.append(Link(address, Registry(namespace), registration, callbacks))
         links[-1].join()
     with psycopg.connect(address, autocommit=True) as session:
         session.execute("SELECT pg_notify('one', 'for one')")
         session.execute("SELECT pg_notify('two', 'for two')")
-        eventually(lambda: all(f"for {name}" in payloads for name, payloads in heard.items()))
+        eventually(lambda: all(f"for {name}" in payloads for name, payloads in received.items()))
     for link in links:
         link.leave("left", [], 5)
-    assert "for two" not in heard["one"]
-    assert "for one" not in heard["two"]
+    assert "for two" not in received["one"]
+    assert "for one" not in received["two"]
 
 
 def wait_for_relinks(links: list[Link], than: list[int]) -> None:
     eventually(lambda: all(link.relinks > former for link, former in zip(links, than, strict=True)))
 
 
-def test_many_links_broken_at_once_all_keep_their_identity(home: str) -> None:
+def test_all_links_that_break_at_once_keep_their_identities(migrated_address: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         links = []
         for _ in range(8):
-            wanted = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12)
-            links.append(Link(home, REGISTRY, wanted, Callbacks()))
+            registration = Registration(run_id=uuid4(), hostname="here", pid=1, version="test", connections=12)
+            links.append(Link(migrated_address, REGISTRY, registration, Callbacks()))
         before = list(pool.map(lambda link: link.join(), links))
-        with queued(home, links[0]) as leader, psycopg.connect(home, autocommit=True) as session:
+        with (
+            queued(migrated_address, links[0]) as leader,
+            psycopg.connect(migrated_address, autocommit=True) as session,
+        ):
             eventually(lambda: leader.leading)
             for _ in range(5):
                 relinks = [link.relinks for link in links]
                 session.execute(
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                    # With or without its instance's name, which it says last.
+                    # With or without the name of the instance, which the session sets last.
                     "WHERE application_name LIKE '%/link%' AND datname = current_database()"
                 )
                 wait_for_relinks(links, relinks)

@@ -44,7 +44,7 @@ async def there(address: str, here: LocalInstance) -> AsyncIterator[LocalInstanc
 
 
 def at(instance: LocalInstance, work: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
-    """Do something at this instance, in a task with a context of its own, which holds no locks."""
+    """Call a function on this instance, in a task with a new context, which holds no locks."""
 
     async def enter() -> Any:
         instance.engine.enter()
@@ -76,40 +76,40 @@ async def row(instance: LocalInstance, name: str = "x") -> tuple[int | None, int
     return rows[0][0], rows[0][1]
 
 
-async def held_by(instance: LocalInstance, name: str = "x") -> None:
-    async def look() -> bool:
+async def wait_until_held_by(instance: LocalInstance, name: str = "x") -> None:
+    async def check() -> bool:
         rows = await instance.sql("SELECT instance_id FROM service_locks WHERE name = %s", name)
         return rows == [(identity(instance).id,)]
 
-    await soon(look)
+    await soon(check)
 
 
-async def waiting(instance: LocalInstance, count: int) -> None:
-    async def look() -> bool:
+async def wait_for_waiters(instance: LocalInstance, count: int) -> None:
+    async def check() -> bool:
         return await instance.sql("SELECT count(*) FROM lock_waiters") == [(count,)]
 
-    await soon(look)
+    await soon(check)
 
 
 WAITS_FOR_A_ROW = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
-async def see_nothing(_: object) -> None:
+async def find_no_grant(_: object) -> None:
     """Poll without a result, so that only a notification can grant a lock."""
 
 
 # -- one holder at a time ---------------------------------------------------------------------------------------------
 
 
-async def test_a_lock_is_held_by_one_and_each_holder_has_a_higher_token(address: str) -> None:
-    inside = most = 0
+async def test_a_lock_has_one_holder_at_a_time_and_each_gets_a_higher_token(address: str) -> None:
+    inside = maximum = 0
     tokens: list[int] = []
 
     async def once() -> None:
-        nonlocal inside, most
+        nonlocal inside, maximum
         async with lock("x") as held:
             inside += 1
-            most = max(most, inside)
+            maximum = max(maximum, inside)
             tokens.append(held.token)
             await asyncio.sleep(0.001)
             inside -= 1
@@ -117,11 +117,11 @@ async def test_a_lock_is_held_by_one_and_each_holder_has_a_higher_token(address:
     async with AsyncExitStack() as stack:
         fleet = [await stack.enter_async_context(local_instance(address)) for _ in range(3)]
         await asyncio.gather(*(at(fleet[number % 3], once) for number in range(30)))
-    assert most == 1
+    assert maximum == 1
     assert tokens == list(range(1, 31))
 
 
-async def test_waiters_are_granted_the_lock_in_the_order_in_which_they_came(here: LocalInstance) -> None:
+async def test_waiters_are_granted_the_lock_in_the_order_of_their_requests(here: LocalInstance) -> None:
     order: list[int] = []
 
     async def queue(number: int) -> None:
@@ -132,7 +132,7 @@ async def test_waiters_are_granted_the_lock_in_the_order_in_which_they_came(here
     async with lock("x"):
         for number in range(5):
             tasks.append(at(here, lambda number=number: queue(number)))  # type: ignore[misc]
-            await waiting(here, number + 1)
+            await wait_for_waiters(here, number + 1)
     await asyncio.gather(*tasks)
     assert order == list(range(5))
 
@@ -149,14 +149,14 @@ async def test_a_new_caller_does_not_take_a_free_lock_that_has_a_waiter(here: Lo
 async def test_a_released_lock_is_granted_to_another_instance(here: LocalInstance, there: LocalInstance) -> None:
     over = asyncio.Event()
     holder = asyncio.create_task(hold("x", over))
-    await held_by(here)
+    await wait_until_held_by(here)
     next_one = at(there, lambda: hold("x", over))
-    await waiting(here, 1)
+    await wait_for_waiters(here, 1)
     over.set()
     assert (await holder, await next_one) == (1, 2)
 
 
-async def test_without_waiting_a_held_lock_is_refused_and_the_error_names_its_holder(
+async def test_a_held_lock_is_refused_without_wait_and_the_error_names_its_holder(
     here: LocalInstance, there: LocalInstance
 ) -> None:
     async def now() -> None:
@@ -168,7 +168,7 @@ async def test_without_waiting_a_held_lock_is_refused_and_the_error_names_its_ho
             await at(there, now)
 
 
-async def test_a_caller_whose_wait_is_over_is_refused_and_leaves_the_queue(here: LocalInstance) -> None:
+async def test_a_caller_whose_wait_has_timed_out_is_refused_and_leaves_the_queue(here: LocalInstance) -> None:
     async def briefly() -> None:
         async with lock("x", wait="200ms"):
             pytest.fail("it is held")
@@ -176,7 +176,7 @@ async def test_a_caller_whose_wait_is_over_is_refused_and_leaves_the_queue(here:
     async with lock("x"):
         with pytest.raises(LockTaken, match="not free within 200ms"):
             await at(here, briefly)
-        await waiting(here, 0)
+        await wait_for_waiters(here, 0)
     assert locks_of(here).waiting == 0
 
 
@@ -184,13 +184,13 @@ async def test_a_lock_granted_to_a_cancelled_waiter_is_granted_to_the_next(here:
     over = asyncio.Event()
     async with lock("x"):
         gives_up = at(here, lambda: hold("x", over))
-        await waiting(here, 1)
+        await wait_for_waiters(here, 1)
         stays = at(here, lambda: hold("x", over))
-        await waiting(here, 2)
+        await wait_for_waiters(here, 2)
         # The first waiter does not learn that it was granted the lock, and is then cancelled.
         queue = locks_of(here)._queue
         queue.waiters[min(queue.waiters)].grant = lambda token: None  # type: ignore[method-assign]  # noqa: ARG005
-    await held_by(here)
+    await wait_until_held_by(here)
     gives_up.cancel()
     over.set()
     assert await asyncio.wait_for(stays, 60) == 3
@@ -200,10 +200,10 @@ async def test_a_grant_whose_notification_was_lost_is_found_by_polling(here: Loc
     over = asyncio.Event()
     locks_of(here)._member._listeners.pop("granted")
     async with lock("x"):
-        deaf = at(here, lambda: hold("x", over))
-        await waiting(here, 1)
+        without_notification = at(here, lambda: hold("x", over))
+        await wait_for_waiters(here, 1)
     over.set()
-    assert await asyncio.wait_for(deaf, 60) == 2
+    assert await asyncio.wait_for(without_notification, 60) == 2
 
 
 async def test_a_waiter_whose_grant_expired_unnoticed_queues_again(here: LocalInstance) -> None:
@@ -212,10 +212,10 @@ async def test_a_waiter_whose_grant_expired_unnoticed_queues_again(here: LocalIn
     over.set()
     async with lock("x"):
         passed_over = at(here, lambda: hold("x", over))
-        await waiting(here, 1)
+        await wait_for_waiters(here, 1)
         await here.sql("DELETE FROM lock_waiters")
         locks_of(here)._linked()
-        await waiting(here, 1)
+        await wait_for_waiters(here, 1)
     assert await asyncio.wait_for(passed_over, 60) == 2
 
 
@@ -283,22 +283,22 @@ async def test_a_lock_is_not_granted_before_a_guarded_transaction_has_ended(
         async with lock("x") as held:
             await held.guard(connection)
         next_one = at(there, lambda: hold("x", over))
-        await waiting(here, 1)
+        await wait_for_waiters(here, 1)
         await asyncio.sleep(0.5)
         assert not next_one.done()
     assert await asyncio.wait_for(next_one, 60) == 2
 
 
-async def test_a_lock_released_during_a_guarded_transaction_is_granted_when_that_has_ended(
+async def test_a_lock_released_during_a_guarded_transaction_is_granted_at_its_end(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The releasing instance grants it: the waiters poll too rarely."""
     over = asyncio.Event()
     over.set()
-    monkeypatch.setattr(locks_of(there)._queue, "_poll", see_nothing)
+    monkeypatch.setattr(locks_of(there)._queue, "_poll", find_no_grant)
     async with here.running.context.database.connection() as connection, lock("x") as held:
         next_one = at(there, lambda: hold("x", over))
-        await waiting(here, 1)
+        await wait_for_waiters(here, 1)
         await held.guard(connection)
     assert await asyncio.wait_for(next_one, 60) == 2
 
@@ -329,7 +329,7 @@ async def test_a_lock_that_is_not_renewed_is_free_after_its_ttl(here: LocalInsta
     assert await asyncio.wait_for(next_one, 60) == 2
 
 
-async def test_a_lock_that_its_living_holder_forgot_is_free_after_its_ttl(here: LocalInstance) -> None:
+async def test_a_lock_that_its_living_holder_does_not_know_is_free_after_its_ttl(here: LocalInstance) -> None:
     forgotten = (
         "INSERT INTO service_locks (name, token, instance_id, expires_at) VALUES ('x', 7, %s, now() + interval '1s')"
     )
@@ -382,7 +382,7 @@ async def test_a_short_break_of_the_link_loses_no_lock(here: LocalInstance, monk
         assert held.active
 
 
-async def test_a_body_does_not_go_on_while_the_database_is_away(own_postgres: Postgres) -> None:
+async def test_a_block_is_cancelled_during_a_database_outage(own_postgres: Postgres) -> None:
     async with local_instance(own_postgres.new_database()) as own:
         own.engine.enter()
         with pytest.raises(LockLost, match="the link to PostgreSQL broke"):
@@ -392,23 +392,23 @@ async def test_a_body_does_not_go_on_while_the_database_is_away(own_postgres: Po
         await asyncio.to_thread(own_postgres.start_again)
 
 
-async def test_a_lost_identity_loses_its_locks_and_the_new_identity_can_take_them(here: LocalInstance) -> None:
+async def test_an_instance_that_loses_its_identity_loses_its_locks_and_can_take_them_again(here: LocalInstance) -> None:
     former = identity(here)
     with pytest.raises(LockLost, match=r"this instance was declared gone|the link to PostgreSQL broke"):
         async with lock("x"):
             await here.sql("UPDATE instances SET state = 'gone', gone_at = now() WHERE id = %s", former.id)
             await asyncio.sleep(60)
 
-    async def somebody_new() -> bool:
+    async def has_new_identity() -> bool:
         me = here.running.context.member.identity
         return me is not None and me != former and here.running.context.member.holds()
 
-    await soon(somebody_new)
+    await soon(has_new_identity)
     async with lock("x", wait="20s") as held:
         assert held.token == 2
 
 
-async def test_a_lock_is_released_once(here: LocalInstance) -> None:
+async def test_a_lock_can_be_released_only_once(here: LocalInstance) -> None:
     held = await locks_of(here).take(LockRequest("x", 10, None), None)
     assert await locks_of(here).release(held)
     assert not await locks_of(here).release(held)
@@ -441,14 +441,14 @@ async def test_an_error_in_the_block_releases_the_lock_and_is_raised(here: Local
 
 async def test_a_cancelled_block_releases_its_lock(here: LocalInstance) -> None:
     task = asyncio.create_task(hold("x", asyncio.Event()))
-    await held_by(here)
+    await wait_until_held_by(here)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (await row(here))[0] is None
 
 
-async def test_a_caller_that_is_cancelled_before_the_answer_holds_nothing(here: LocalInstance) -> None:
+async def test_a_caller_that_is_cancelled_before_the_response_holds_no_lock(here: LocalInstance) -> None:
     async with here.running.context.database.connection() as connection:
         # Until this transaction ends, no lock can be taken for this instance.
         await connection.execute("SELECT FROM flotilla.instances WHERE id = %s FOR UPDATE", [identity(here).id])
@@ -464,7 +464,7 @@ async def test_a_caller_that_is_cancelled_before_the_answer_holds_nothing(here: 
     await soon(released)
 
 
-async def test_the_transaction_of_a_death_grants_its_locks_and_deletes_its_waiters(
+async def test_declaring_an_instance_gone_grants_its_locks_and_deletes_its_waiters(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = asyncio.Event()
@@ -474,18 +474,18 @@ async def test_the_transaction_of_a_death_grants_its_locks_and_deletes_its_waite
     address = here.running.context.member._addresses.direct
     async with lock("x", on_loss="tell"):
         behind = at(here, lambda: hold("x", over))
-        await waiting(here, 1)
-        monkeypatch.setattr(locks_of(there)._queue, "_poll", see_nothing)
+        await wait_for_waiters(here, 1)
+        monkeypatch.setattr(locks_of(there)._queue, "_poll", find_no_grant)
         next_one = at(there, lambda: hold("x", over))
-        await waiting(here, 2)
+        await wait_for_waiters(here, 2)
         with open_session(address, application="test") as session, session.transaction():
             await asyncio.to_thread(locks_of(here)._instance_died, session, [dead])
         assert await asyncio.wait_for(next_one, 60) == 2
-        await waiting(here, 0)
+        await wait_for_waiters(here, 0)
         behind.cancel()
 
 
-async def test_a_death_grants_a_bounded_number_of_locks_at_once_and_the_others_afterwards(here: LocalInstance) -> None:
+async def test_locks_of_a_gone_instance_are_granted_in_batches(here: LocalInstance) -> None:
     await here.sql(
         "INSERT INTO service_locks (name, token, instance_id) SELECT n, 1, 99 FROM generate_series(1, %s) AS n",
         2 * BATCH + 500,
@@ -505,7 +505,7 @@ async def test_a_lock_that_is_held_for_long_is_an_anomaly_until_it_is_released(h
         found: list[dict[str, Any]] = (await here.running.client.get("/health/instances")).json()["anomalies"]
         return found
 
-    await here.led()
+    await here.wait_for_leader()
     with pytest.raises(LockLost, match="an operator released it"):
         async with lock("x"):
             assert await anomalies() == []
@@ -538,7 +538,7 @@ LONG = "1h"
 
 
 class Outage:
-    """Until its end, the statements of this instance on locks fail, or the answer of one is lost."""
+    """Until its end, the lock statements of this instance fail, or the response to one of them is lost."""
 
     def __init__(self, instance: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
         self._fetch = locks_of(instance)._rows.fetch
@@ -566,11 +566,11 @@ class Outage:
         return answer
 
 
-async def nobody_holds(instance: LocalInstance, name: str = "x") -> None:
-    async def look() -> bool:
+async def wait_until_free(instance: LocalInstance, name: str = "x") -> None:
+    async def check() -> bool:
         return await instance.sql("SELECT instance_id FROM service_locks WHERE name = %s", name) == [(None,)]
 
-    await soon(look)
+    await soon(check)
 
 
 async def test_waiters_that_gave_up_during_an_outage_leave_the_queue_when_it_is_over(
@@ -578,16 +578,16 @@ async def test_waiters_that_gave_up_during_an_outage_leave_the_queue_when_it_is_
 ) -> None:
     over = asyncio.Event()
     holder = at(there, lambda: hold("x", over))
-    await held_by(there)
+    await wait_until_held_by(there)
     waiters = [at(here, lambda: hold("x", over, ttl=LONG)) for _ in range(5)]
-    await waiting(here, 5)
+    await wait_for_waiters(here, 5)
     outage = Outage(here, monkeypatch)
     for each in waiters:
         each.cancel()
     await asyncio.wait(waiters)
     await outage.met.wait()
     outage.end()
-    await waiting(there, 0)
+    await wait_for_waiters(there, 0)
     over.set()
     await holder
 
@@ -597,42 +597,42 @@ async def test_a_lock_that_was_granted_to_an_unknown_waiter_is_released_at_once(
 ) -> None:
     over = asyncio.Event()
     holder = at(there, lambda: hold("x", over))
-    await held_by(there)
+    await wait_until_held_by(there)
     await here.sql(
         "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '1 hour', '{}')",
         identity(here).id,
     )
     over.set()
     await holder
-    await nobody_holds(here)
-    assert (await row(here))[1] == 2, "it was never passed on"
+    await wait_until_free(here)
+    assert (await row(here))[1] == 2, "the lock was never granted to another waiter"
 
 
 @pytest.mark.parametrize("statement", [TAKE, ENTER_QUEUE], ids=["taken", "in the queue"])
-async def test_a_lock_is_released_if_the_answer_to_taking_it_was_lost(
+async def test_a_lock_is_released_if_the_response_to_taking_it_is_lost(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch, statement: str
 ) -> None:
     over = asyncio.Event()
     if statement is ENTER_QUEUE:
         holder = at(there, lambda: hold("x", over))
-        await held_by(there)
+        await wait_until_held_by(there)
     Outage(here, monkeypatch).lose_answer(statement)
     with pytest.raises(psycopg.OperationalError):
         await at(here, lambda: hold("x", over, ttl=LONG))
-    await waiting(here, 0)
+    await wait_for_waiters(here, 0)
     over.set()
     if statement is ENTER_QUEUE:
         await holder
-    await nobody_holds(here)
+    await wait_until_free(here)
 
 
 async def test_a_caller_that_is_cancelled_while_it_enters_the_queue_leaves_it_again(
     here: LocalInstance, there: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its row is committed, and the answer is still in flight."""
+    """The row of the caller is committed, and the response is still in flight."""
     over, written, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
     holder = at(there, lambda: hold("x", over))
-    await held_by(there)
+    await wait_until_held_by(there)
     fetch = locks_of(here)._rows.fetch
 
     async def answer_late(statement: Statement, values: Any) -> Any:
@@ -648,7 +648,7 @@ async def test_a_caller_that_is_cancelled_while_it_enters_the_queue_leaves_it_ag
     impatient.cancel()
     await asyncio.wait([impatient])
     answered.set()
-    await waiting(here, 0)
+    await wait_for_waiters(here, 0)
     over.set()
     await holder
 
@@ -661,16 +661,16 @@ async def test_a_release_that_could_not_be_written_is_written_after_the_outage(
     await outage.met.wait()
     assert (await row(here))[0] == identity(here).id
     outage.end()
-    await nobody_holds(here)
+    await wait_until_free(here)
 
 
 async def test_known_locks_and_waiters_are_not_released_as_orphans(here: LocalInstance, there: LocalInstance) -> None:
     over = asyncio.Event()
     holder = at(there, lambda: hold("y", over))
-    await held_by(there, "y")
+    await wait_until_held_by(there, "y")
     async with lock("x", ttl=LONG) as held, lock("z", ttl=LONG, on_loss="tell") as lost:
         next_one = at(here, lambda: hold("y", over, ttl=LONG))
-        await waiting(here, 1)
+        await wait_for_waiters(here, 1)
         locks_of(here)._held.lose(lost, "the link to PostgreSQL broke")
         await locks_of(here)._rows.release_orphans()
         assert held.active
@@ -678,15 +678,15 @@ async def test_known_locks_and_waiters_are_not_released_as_orphans(here: LocalIn
             ("x", 1),
             ("z", 1),
         ]
-        await waiting(here, 1)
+        await wait_for_waiters(here, 1)
         over.set()
         assert (await holder, await next_one) == (1, 2)
 
 
-async def test_a_row_that_a_statement_in_flight_may_have_written_is_kept_until_that_has_ended(
+async def test_rows_that_a_statement_in_flight_may_have_written_are_not_orphans_until_it_ends(
     here: LocalInstance,
 ) -> None:
-    """And not longer: there may always be another statement in flight for the same lock."""
+    """They are deleted after that, even if another statement for the same lock is in flight."""
     own = locks_of(here)
     await here.sql(
         "INSERT INTO lock_waiters (name, instance_id, ttl, held) VALUES ('x', %s, interval '1 hour', '{}')",
@@ -695,10 +695,10 @@ async def test_a_row_that_a_statement_in_flight_may_have_written_is_kept_until_t
     with ExitStack() as later:
         with own._rows.writing("x"):
             assert await own._rows.release_orphans()
-            await waiting(here, 1)
+            await wait_for_waiters(here, 1)
             later.enter_context(own._rows.writing("x"))
         assert await own._rows.release_orphans()
-        await waiting(here, 0)
+        await wait_for_waiters(here, 0)
 
 
 # -- rows that another transaction has locked -------------------------------------------------------------------------
@@ -729,7 +729,7 @@ async def test_a_renewal_does_not_wait_for_a_row_that_an_operator_has_locked(her
         await soon(renewed)
 
 
-async def test_a_released_lock_is_not_granted_again_once_it_has_another_holder(here: LocalInstance) -> None:
+async def test_an_instance_stops_granting_a_released_lock_that_has_another_holder(here: LocalInstance) -> None:
     """So the releasing instance stops trying to grant it."""
     async with here.running.context.database.connection() as connection:
         async with lock("x") as held:
@@ -755,7 +755,7 @@ async def anomalies(instance: LocalInstance) -> dict[str, str]:
     return {each["kind"]: each["subject"] for each in view["anomalies"]}
 
 
-async def test_a_lock_that_was_granted_while_it_was_held_has_two_holders(here: LocalInstance) -> None:
+async def test_a_lock_that_is_granted_while_it_is_held_is_reported_as_two_holders(here: LocalInstance) -> None:
     with pytest.raises(LockLost):
         async with lock("x"):
             # Rows must not be changed by hand.
@@ -780,7 +780,7 @@ async def test_a_lock_that_was_granted_while_it_was_held_has_two_holders(here: L
     assert await here.sql("SELECT * FROM lock_overlaps") == []
 
 
-async def test_a_lock_that_expired_before_it_was_granted_again_has_not_two_holders(
+async def test_a_lock_that_expires_before_it_is_granted_again_is_not_reported_as_two_holders(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has expired by this machine's clock when the next holder is granted it, as intended."""
@@ -796,20 +796,20 @@ async def test_a_lock_that_expired_before_it_was_granted_again_has_not_two_holde
     assert await here.sql("SELECT * FROM lock_overlaps") == []
 
 
-async def test_one_statement_renews_all_of_an_instances_locks(here: LocalInstance) -> None:
+async def test_one_statement_renews_all_locks_of_an_instance(here: LocalInstance) -> None:
     own, member = locks_of(here), here.running.context.member
     held = [await own.take(LockRequest(f"x{number}", 10, None), None) for number in range(200)]
-    asked: list[str] = []
+    statements: list[str] = []
 
     class Counting(psycopg.Connection[tuple[Any, ...]]):
         def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
-            asked.append(query.decode())
+            statements.append(query.decode())
             return super().execute(query, *args, **kwargs)
 
     before = {each.name: each.expires_at for each in held}
     with Counting.connect(member._addresses.direct, autocommit=True) as session:
         await asyncio.to_thread(own._held.renew, session, identity(here))
-    assert asked == [here.running.context.database.namespace.sql(RENEW).decode()]
+    assert statements == [here.running.context.database.namespace.sql(RENEW).decode()]
     assert all(each.expires_at > before[each.name] and each.active for each in held)
 
 
@@ -821,7 +821,7 @@ async def test_an_instance_without_locks_sends_no_renewal(here: LocalInstance) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"name": ""}, "from 1 to 200 printable characters"),
         ({"name": "x" * 201}, "from 1 to 200 printable characters"),
@@ -834,15 +834,15 @@ async def test_an_instance_without_locks_sends_no_renewal(here: LocalInstance) -
         ({"on_loss": "ignore"}, "`on_loss` is 'ignore', and must be one of 'cancel', 'tell'"),
     ],
 )
-def test_invalid_arguments_are_refused_before_anything_is_written(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(LockInvalid, match=said):
+def test_invalid_arguments_are_refused_before_anything_is_written(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LockInvalid, match=message):
         lock(**{"name": "x", **options})
 
 
 async def test_a_lock_outside_of_a_running_service_raises() -> None:
     with pytest.raises(FleetError, match="in the code of a running service"):
         async with lock("x"):
-            pytest.fail("it was let in")
+            pytest.fail("the block was entered")
 
 
 def test_the_repr_of_a_held_lock_has_its_name_and_token() -> None:

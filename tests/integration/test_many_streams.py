@@ -1,4 +1,4 @@
-"""Many clients that follow at once cost the database, the pool and the event loop what a few do."""
+"""Many clients that follow at the same time cost the database, the pool and the event loop about as much as a few."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -24,7 +24,7 @@ from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.streams import messages
 
 pytestmark = pytest.mark.anyio
-MANY = 1500
+CLIENTS = 1500
 # Longer than a busy machine needs for so many clients in one process.
 PATIENCE = 60.0
 
@@ -49,8 +49,8 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 
 
 @contextmanager
-def counted(owner: object, name: str) -> Iterator[list[tuple[Any, ...]]]:
-    """Keep what a method of this object is called with."""
+def record_calls(owner: object, name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """Record the arguments of the calls of this method of the object."""
     genuine, calls = getattr(owner, name), list[tuple[Any, ...]]()
 
     async def call(*given: Any, **named: Any) -> Any:
@@ -63,16 +63,16 @@ def counted(owner: object, name: str) -> Iterator[list[tuple[Any, ...]]]:
 
 
 @contextmanager
-def most_borrowed(here: LocalInstance) -> Iterator[list[int]]:
-    """Keep how many connections the hub has at once."""
+def count_borrowed(here: LocalInstance) -> Iterator[list[int]]:
+    """Record the maximum number of connections that the hub has at the same time."""
     hub = here.running.context.stream.hub
-    genuine, now, most = hub.reader._database.autocommit, 0, [0]
+    genuine, now, maximum = hub.reader._database.autocommit, 0, [0]
 
     @asynccontextmanager
     async def borrow() -> AsyncIterator[Any]:
         nonlocal now
         now += 1
-        most[0] = max(most[0], now)
+        maximum[0] = max(maximum[0], now)
         try:
             async with genuine() as connection:
                 yield connection
@@ -85,72 +85,72 @@ def most_borrowed(here: LocalInstance) -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hub.reader, "_database", Counting())
-        yield most
+        yield maximum
 
 
-async def test_very_many_clients_open_the_feed_at_once_and_neither_they_nor_writers_are_refused(address: str) -> None:
+async def test_very_many_clients_can_open_the_feed_at_once_while_runs_are_triggered(address: str) -> None:
     async with local_instance(address, stream_age=1.0) as here:
         client, hub = here.running.client, here.running.context.stream.hub
         before = (await here.run("echo")).id
-        with most_borrowed(here) as most, counted(hub.reader.feed_starts, "_read") as reads:
-            streams = [asyncio.create_task(client.get("/events?action=echo")) for _ in range(MANY)]
+        with count_borrowed(here) as maximum, record_calls(hub.reader.feed_starts, "_read") as reads:
+            streams = [asyncio.create_task(client.get("/events?action=echo")) for _ in range(CLIENTS)]
             writers = [asyncio.create_task(client.post("/actions/echo/runs", json={})) for _ in range(150)]
             assert {answer.status_code for answer in await asyncio.gather(*writers)} == {202}
             answers = await asyncio.gather(*streams)
         assert {answer.status_code for answer in answers} == {200}
-        assert most[0] <= 2
-        assert len(reads) < MANY / 10
-        # And each is told everything that happened since it came.
-        for answer in answers[:: MANY // 10]:
+        assert maximum[0] <= 2
+        assert len(reads) < CLIENTS / 10
+        # Each client receives all changes since it connected.
+        for answer in answers[:: CLIENTS // 10]:
             seen = [message for message in messages(answer.text.splitlines()) if message.event == "state"]
             numbers = [int(message.id or 0) for message in seen]
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
             assert before not in {message.data["run"] for message in seen}
 
 
-async def test_clients_that_open_runs_at_once_share_statements(here: LocalInstance) -> None:
+async def test_clients_that_follow_runs_at_the_same_time_share_statements(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run_ids = await here.trigger_all([Order("noop")] * 60)
     for run_id in run_ids:
         await here.ended(run_id)
-    with most_borrowed(here) as most, counted(hub.reader.first_pages, "_read") as reads:
+    with count_borrowed(here) as maximum, record_calls(hub.reader.first_pages, "_read") as reads:
         followers = [asyncio.create_task(collect(here, run_ids[place % 60])) for place in range(600)]
         stories = await asyncio.gather(*followers)
     assert {len(story) for story in stories} == {3}
-    assert len(reads) == 2, "fifty runs in each"
-    assert most[0] <= 2
+    assert len(reads) == 2, "at most fifty runs in each read"
+    assert maximum[0] <= 2
     assert hub.followed == 0
     assert hub._total_weight == 0
 
 
-async def test_clients_of_one_run_that_begin_at_different_events_share_a_read(here: LocalInstance) -> None:
+async def test_clients_of_one_run_that_begin_at_different_events_share_one_read(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run = await here.run("speak")
-    with counted(hub.reader.first_pages, "_read") as reads:
+    with record_calls(hub.reader.first_pages, "_read") as reads:
         stories = await asyncio.gather(*(collect(here, run.id, after) for after in (4, 0, 6, 2)))
     assert [[event.seq for event in story] for story in stories] == [[5, 6], [1, 2, 3, 4, 5, 6], [], [3, 4, 5, 6]]
     assert len(reads) == 1
 
 
-async def test_clients_that_come_back_with_the_same_number_share_what_they_read(here: LocalInstance) -> None:
-    """As after a deploy: the channel begins where they come back, and what they missed is read for all of them."""
+async def test_clients_that_reconnect_with_the_same_number_share_one_read(here: LocalInstance) -> None:
+    """As after a deploy: the channel begins at the number they reconnect with, and one read serves all of them."""
     hub = here.running.context.stream.hub
     for _ in range(4):
         await here.run("noop")
 
-    async def come_back() -> list[feed.Change]:
+    async def reconnect() -> list[feed.Change]:
         async with hub.follow_feed(3) as follower:
             await together.wait()
             return await collect_feed(follower, 3, 9)
 
     together = asyncio.Barrier(50)
-    with counted(feed, "read_batches") as reads:
-        stories = await asyncio.gather(*(come_back() for _ in range(50)))
+    with record_calls(feed, "read_batches") as reads:
+        stories = await asyncio.gather(*(reconnect() for _ in range(50)))
     assert all(story == stories[0] for story in stories)
     assert len([given for given in reads if given[2] == 3]) == 1
 
 
-async def test_a_client_that_leaves_before_its_stream_begins_takes_nobody_with_it(here: LocalInstance) -> None:
+async def test_a_client_that_disconnects_during_a_shared_read_does_not_end_it(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run = await here.run("noop")
     first, second = (asyncio.create_task(collect(here, run.id)) for _ in range(2))
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_before_its_stream_begins_takes_nobody_with_i
     assert hub.followed == 0
 
 
-async def test_a_read_that_fails_is_the_answer_to_all_who_share_it_and_the_next_one_is_another() -> None:
+async def test_all_callers_of_a_shared_read_get_its_error_and_the_next_read_is_new() -> None:
     asked: list[list[int]] = []
 
     async def read(these: Any) -> dict[int, str]:
@@ -183,7 +183,7 @@ async def test_a_read_that_fails_is_the_answer_to_all_who_share_it_and_the_next_
     await shared.stop()
 
 
-async def test_the_same_number_given_twice_is_tried_again_and_not_answered_with_an_error(
+async def test_numbering_that_violates_the_unique_index_is_tried_again(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with local_instance(address, stream_age=0.2) as here:
@@ -200,8 +200,8 @@ async def test_the_same_number_given_twice_is_tried_again_and_not_answered_with_
         assert failed
 
 
-async def test_while_another_session_gives_numbers_runs_are_followed_and_the_feed_waits(here: LocalInstance) -> None:
-    """A reader that froze while it holds the lock, until the server ends its session."""
+async def test_while_another_session_has_the_numbering_lock_only_the_feed_waits(here: LocalInstance) -> None:
+    """The other session is like a frozen reader that holds the lock until the server ends its session."""
     hub, database = here.running.context.stream.hub, here.running.context.database
     await here.run("noop")
     async with hub.follow_feed(0) as follower:
@@ -228,13 +228,13 @@ async def test_an_event_is_encoded_once_for_all_clients(here: LocalInstance, mon
 
     monkeypatch.setattr(feed.Change, "as_json", as_json)
 
-    async def read(wanted: http_events.Filter) -> bytes:
-        said = b""
+    async def read(feed_filter: http_events.Filter) -> bytes:
+        output = b""
         async with hub.follow_feed(0) as follower:
-            async for piece in http_events.feed_chunks(follower, wanted, http_events.Age(context)):
-                said += piece
+            async for piece in http_events.feed_chunks(follower, feed_filter, http_events.Age(context)):
+                output += piece
                 if follower.seq >= 6:
-                    return said
+                    return output
         raise AssertionError
 
     echo = here.engine.catalogue.id_of("echo")
@@ -251,7 +251,7 @@ async def test_an_event_is_encoded_once_for_all_clients(here: LocalInstance, mon
     assert encoded == [1, 2, 3, 4, 5, 6]
 
 
-async def test_a_few_clients_are_served_in_each_turn_of_the_event_loop_in_their_order() -> None:
+async def test_the_pacer_resumes_a_few_clients_in_each_iteration_in_their_order() -> None:
     fair, served = Pacer(), list[int]()
 
     async def client(number: int) -> None:
@@ -260,15 +260,15 @@ async def test_a_few_clients_are_served_in_each_turn_of_the_event_loop_in_their_
             served.append(number)
 
     clients = [asyncio.create_task(client(number)) for number in range(100)]
-    most = before = 0
+    maximum = before = 0
     while not all(each.done() for each in clients):
         await asyncio.sleep(0)
-        most, before = max(most, len(served) - before), len(served)
-    assert most == pacer.RESUMED_PER_ITERATION
+        maximum, before = max(maximum, len(served) - before), len(served)
+    assert maximum == pacer.RESUMED_PER_ITERATION
     assert served == list(range(100)) * 3
 
 
-async def test_clients_let_something_else_go_first_for_some_turns_and_not_for_ever() -> None:
+async def test_the_pacer_defers_clients_while_the_loop_is_busy_but_not_without_end() -> None:
     busy = [True] * 3
     fair = Pacer(2, lambda: bool(busy) and busy.pop())
     clients = [asyncio.create_task(fair.wait()) for _ in range(4)]
@@ -286,11 +286,11 @@ async def test_clients_let_something_else_go_first_for_some_turns_and_not_for_ev
     assert client.done()
 
 
-async def test_what_all_followed_runs_keep_in_memory_is_bounded_and_nobody_misses_anything(
+async def test_memory_of_all_followed_runs_is_bounded_and_no_client_misses_an_event(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = 300_000
-    monkeypatch.setattr("app.fleet.stream.hub.MAX_RUNS_WEIGHT", most)
+    maximum = 300_000
+    monkeypatch.setattr("app.fleet.stream.hub.MAX_RUNS_WEIGHT", maximum)
     hub = here.running.context.stream.hub
     run_ids = [await here.trigger("chatter", {"count": 40, "pause": 0.0, "padding": 2000}) for _ in range(6)]
 
@@ -301,10 +301,10 @@ async def test_what_all_followed_runs_keep_in_memory_is_bounded_and_nobody_misse
         async with hub.follow(run_id) as follower:
             while not follower.ended:
                 seen += len(await follower.more(1))
-                assert sum(each.weight for each in hub._weights) == hub._total_weight <= most
+                assert sum(each.weight for each in hub._weights) == hub._total_weight <= maximum
             again = await collect(here, run_id)
             assert [event.seq for event in again] == list(range(1, seen + 1))
-            # All stay until the last one is here, with what their channels keep.
+            # All followers stay, with the events that their channels keep, until the last one is here.
             await together.wait()
         return seen
 

@@ -25,14 +25,14 @@ def state(address: str) -> State:
         return migrations.inspect(session, NAMESPACE)
 
 
-def test_an_empty_database_becomes_current_and_stays_so(address: str) -> None:
+def test_an_empty_database_is_migrated_once_and_is_then_current(address: str) -> None:
     assert state(address) is State.ABSENT
     assert migrations.migrate(address, NAMESPACE) is True
     assert state(address) is State.CURRENT
     assert migrations.migrate(address, NAMESPACE) is False
 
 
-def test_ten_at_once_migrate_once(address: str) -> None:
+def test_ten_concurrent_migrations_migrate_once(address: str) -> None:
     with ThreadPoolExecutor(10) as pool:
         done = list(pool.map(lambda _: migrations.migrate(address, Namespace("red-sea")), range(10)))
     assert sum(done) == 1
@@ -62,7 +62,7 @@ def test_every_migration_can_be_taken_back(address: str, monkeypatch: pytest.Mon
     command.upgrade(migrations.configuration(), "heads")
 
 
-def test_nothing_is_made_outside_the_namespaces_schema(address: str) -> None:
+def test_migrations_create_nothing_outside_of_the_schema_of_the_namespace(address: str) -> None:
     migrations.migrate(address, NAMESPACE)
     with psycopg.connect(address) as session:
         rows = session.execute(
@@ -72,7 +72,7 @@ def test_nothing_is_made_outside_the_namespaces_schema(address: str) -> None:
     assert rows == [("red_sea",)]
 
 
-def test_somebody_elses_schema_is_refused_and_left_as_it_is(address: str) -> None:
+def test_a_schema_of_another_application_is_refused_and_not_changed(address: str) -> None:
     with psycopg.connect(address, autocommit=True) as session:
         session.execute("CREATE SCHEMA red_sea")
         session.execute("CREATE TABLE red_sea.customers (id int)")
@@ -83,7 +83,7 @@ def test_somebody_elses_schema_is_refused_and_left_as_it_is(address: str) -> Non
     assert rows == [("customers",)]
 
 
-def test_another_projects_alembic_is_not_taken_for_ours(address: str) -> None:
+def test_a_schema_with_an_alembic_table_of_another_project_is_refused(address: str) -> None:
     with psycopg.connect(address, autocommit=True) as session:
         session.execute("CREATE SCHEMA red_sea")
         session.execute("CREATE TABLE red_sea.alembic_version (version_num varchar(32))")
@@ -92,13 +92,13 @@ def test_another_projects_alembic_is_not_taken_for_ours(address: str) -> None:
         migrations.migrate(address, NAMESPACE)
 
 
-def test_an_empty_schema_of_that_name_is_welcome(address: str) -> None:
+def test_an_existing_empty_schema_is_migrated(address: str) -> None:
     with psycopg.connect(address, autocommit=True) as session:
         session.execute("CREATE SCHEMA red_sea")
     assert migrations.migrate(address, NAMESPACE) is True
 
 
-def test_a_schema_that_a_newer_release_has_migrated_is_served_and_not_touched(address: str) -> None:
+def test_a_schema_that_a_newer_release_has_migrated_is_accepted_and_not_changed(address: str) -> None:
     migrations.migrate(address, NAMESPACE)
     with psycopg.connect(address, autocommit=True) as session:
         session.execute("UPDATE red_sea.alembic_version SET version_num = 'fleet_9999' WHERE version_num ~ '^fleet'")
@@ -107,7 +107,7 @@ def test_a_schema_that_a_newer_release_has_migrated_is_served_and_not_touched(ad
     migrations.ensure_current(address, NAMESPACE, allowed=False, wait=0)
 
 
-def test_an_instance_that_may_not_migrate_waits_for_the_one_that_does(address: str) -> None:
+def test_an_instance_that_may_not_migrate_waits_for_the_migration(address: str) -> None:
     waiting = threading.Thread(
         target=migrations.ensure_current, args=(address, NAMESPACE), kwargs={"allowed": False, "wait": 60}
     )
@@ -119,16 +119,16 @@ def test_an_instance_that_may_not_migrate_waits_for_the_one_that_does(address: s
     assert not waiting.is_alive()
 
 
-def test_and_says_what_to_run_when_nobody_does(address: str) -> None:
+def test_an_instance_that_waits_in_vain_for_a_migration_raises_with_advice(address: str) -> None:
     with pytest.raises(SchemaOutdated, match="flotilla migrate"):
         migrations.ensure_current(address, NAMESPACE, allowed=False, wait=0)
     assert state(address) is State.ABSENT
 
 
-def test_a_killed_migration_leaves_nothing_and_no_lock(address: str) -> None:
-    """The session that migrates is terminated in the middle: everything is rolled back, and the next one succeeds."""
+def test_a_killed_migration_is_rolled_back_and_holds_no_lock(address: str) -> None:
+    """The session of a migration is terminated: the migration is rolled back, and the next one succeeds."""
     with psycopg.connect(address) as blocker:
-        # Alembic will wait for this: the schema's name is taken, but not committed.
+        # Alembic will wait for this transaction, which has created the schema and has not committed.
         blocker.execute("CREATE SCHEMA red_sea")
         failed: list[BaseException] = []
 
@@ -154,7 +154,7 @@ def test_a_killed_migration_leaves_nothing_and_no_lock(address: str) -> None:
 
 
 def test_waiting_for_a_migration_holds_no_snapshot(address: str) -> None:
-    """A migration may build an index CONCURRENTLY, and that waits for every older snapshot: also for those who wait."""
+    """A migration may build an index CONCURRENTLY, which waits for the snapshots of all sessions."""
     with psycopg.connect(address, autocommit=True) as holder:
         holder.execute(NAMESPACE.sql(migrations.TRY_LOCK))
         waiting = threading.Thread(target=migrations.migrate, args=(address, NAMESPACE))
@@ -170,7 +170,7 @@ def test_waiting_for_a_migration_holds_no_snapshot(address: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_two_namespaces_migrate_side_by_side(address: str) -> None:
+async def test_two_namespaces_can_be_migrated_at_the_same_time(address: str) -> None:
     names = [Namespace("one"), Namespace("two")]
     done = await asyncio.gather(*(asyncio.to_thread(migrations.migrate, address, name) for name in names))
     assert done == [True, True]

@@ -1,4 +1,4 @@
-"""Two releases at once: what the code of one declares and that of the other does not."""
+"""Two releases at the same time: limits and ordering keys that only one of them knows."""
 
 from datetime import UTC, datetime
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("limit", [{"concurrency": 1}, {"rate": "1/d"}, {"overlap": "queue"}])
-async def test_a_limit_that_another_release_took_away_holds_nobody_up(address: str, limit: dict[str, str]) -> None:
+async def test_a_limit_that_another_release_has_removed_no_longer_applies(address: str, limit: dict[str, str]) -> None:
     async with engine_harness(address, declare(**limit)) as here:
         await here.trigger(Order("tick"), Order("tick"))
         await here.sql("UPDATE actions SET concurrency = NULL, rate_interval = NULL, rate_burst = NULL RETURNING 1")
@@ -23,14 +23,12 @@ async def test_a_limit_that_another_release_took_away_holds_nobody_up(address: s
 
 
 @pytest.mark.parametrize("limit", ["concurrency = 1", "rate_interval = 3600, rate_burst = 1"])
-async def test_a_limit_that_another_release_has_brought_is_kept_by_those_that_do_not_know_it(
-    address: str, limit: str
-) -> None:
+async def test_a_limit_that_only_another_release_declares_applies_to_this_one(address: str, limit: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"), Order("tick"))
         one = await here.instance("one")
         await here.sql(f"UPDATE actions SET {limit} RETURNING 1")
-        assert await one.claim() == [], "as long as nobody has told it"
+        assert await one.claim() == [], "this instance has not read the limit yet"
         one.claimant.limited = {here.catalogue.id_of("tick")}
         assert len(await one.claim()) == 1
         assert await one.claim() == []

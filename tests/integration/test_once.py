@@ -1,4 +1,4 @@
-"""A key is processed once: fresh for one, seen only after that one has succeeded, and fresh again if it has not."""
+"""A key is processed once: fresh for one block, seen after that block has succeeded, fresh again if it has failed."""
 
 import asyncio
 import contextvars
@@ -26,13 +26,13 @@ from tests.support.trial_actions import EFFECT, EFFECTS, effect
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("here")]
 
-MOST = (blocks.MAX_SCOPE_LENGTH, blocks.MAX_KEY_LENGTH)
+MAX_LENGTHS = (blocks.MAX_SCOPE_LENGTH, blocks.MAX_KEY_LENGTH)
 NOTE = text("INSERT INTO public.effects (note) VALUES (:note)")
 
 
 @action("end-inside")
 async def end_inside(run: Run) -> None:
-    """Complete the run inside of a block, which marks its key after that."""
+    """Complete the run within a block, which marks its key afterwards."""
     async with once("end-inside", "k"), run.commit() as transaction:
         await transaction.execute(EFFECT, effect(run, "end-inside"))
 
@@ -44,7 +44,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def service(postgres: Postgres) -> AsyncIterator[LocalInstance]:
-    """One instance for all of these; each test has a scope of its own."""
+    """One instance for all tests of this module; each test has its own scope."""
     address = postgres.new_database()
     async with local_instance(address, actions=("tests.support.trial_actions", __name__)) as own:
         await own.sql(EFFECTS)
@@ -70,7 +70,7 @@ async def count_notes(here: LocalInstance, note: str) -> int:
 # -- one key ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_key_is_fresh_once_and_seen_after_that() -> None:
+async def test_a_key_is_fresh_once_and_then_seen() -> None:
     async with once("twice", "k") as first:
         assert first
     async with once("twice", "k") as second:
@@ -78,13 +78,13 @@ async def test_a_key_is_fresh_once_and_seen_after_that() -> None:
     assert (first.state, second.state) == ("new", "seen")
 
 
-async def test_a_key_of_another_scope_is_another_key() -> None:
+async def test_the_same_key_in_two_scopes_is_two_keys() -> None:
     async with once("scope-a", "k") as first, once("scope-b", "k") as second:
         assert first
         assert second
 
 
-async def test_it_is_seen_in_the_transaction_of_its_session(here: LocalInstance) -> None:
+async def test_a_key_becomes_seen_in_the_transaction_of_its_session(here: LocalInstance) -> None:
     async with once("together", "k") as fresh:
         await fresh.session.execute(NOTE, {"note": "together"})
         assert (await states(here, "together"), await count_notes(here, "together")) == ({"k": "pending"}, 0)
@@ -101,7 +101,7 @@ async def fail(scope: str, error: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
-async def test_a_body_that_fails_leaves_no_effect_and_its_key_to_be_retried(
+async def test_a_body_that_fails_leaves_no_effect_and_its_key_becomes_fresh_again(
     here: LocalInstance, error: type[BaseException]
 ) -> None:
     scope = error.__name__
@@ -112,7 +112,7 @@ async def test_a_body_that_fails_leaves_no_effect_and_its_key_to_be_retried(
         assert again.state == "new"
 
 
-async def test_a_run_that_is_triggered_in_its_session_is_there_exactly_if_the_key_is_seen(here: LocalInstance) -> None:
+async def test_a_run_triggered_in_the_session_exists_exactly_if_the_key_is_seen(here: LocalInstance) -> None:
     async def trigger_and_fail() -> None:
         async with once("outbox", "k") as fresh:
             await trigger("echo", {"n": 1}, session=fresh.session)
@@ -135,7 +135,7 @@ async def test_no_transaction_is_open_until_the_body_uses_its_session(here: Loca
         assert await here.sql(busy, "%lazily%") == [(1,)]
 
 
-async def test_a_process_that_dies_between_the_effect_and_the_mark_leaves_one_effect_in_the_end(
+async def test_an_effect_whose_connection_breaks_before_the_mark_is_written_once_in_the_end(
     here: LocalInstance,
 ) -> None:
     async def process() -> None:
@@ -149,16 +149,16 @@ async def test_a_process_that_dies_between_the_effect_and_the_mark_leaves_one_ef
     with pytest.raises((DBAPIError, psycopg.Error)):
         await process()
     assert await count_notes(here, "dies") == 0
-    await soon(lambda: given_back(here, "dies"))
+    await soon(lambda: is_released(here, "dies"))
     await process()
     assert (await states(here, "dies"), await count_notes(here, "dies")) == ({"k": "seen"}, 1)
 
 
-async def given_back(here: LocalInstance, scope: str) -> bool:
+async def is_released(here: LocalInstance, scope: str) -> bool:
     return await states(here, scope) == {"k": "free"}
 
 
-async def test_the_same_key_inside_of_itself_is_pending(here: LocalInstance) -> None:
+async def test_a_key_is_pending_within_its_own_block(here: LocalInstance) -> None:
     async with once("nested", "k") as outer:
         async with once("nested", "k") as inner:
             assert inner.state == "pending"
@@ -166,7 +166,7 @@ async def test_the_same_key_inside_of_itself_is_pending(here: LocalInstance) -> 
     assert await states(here, "nested") == {"k": "seen"}
 
 
-async def test_of_many_tasks_of_one_instance_one_has_the_key() -> None:
+async def test_of_many_tasks_of_one_instance_one_gets_the_key() -> None:
     async def process() -> str:
         async with once("tasks", "k") as fresh:
             await asyncio.sleep(0.01)
@@ -176,49 +176,49 @@ async def test_of_many_tasks_of_one_instance_one_has_the_key() -> None:
     assert found.count("new") == 1
 
 
-# -- what cannot be asked at once -------------------------------------------------------------------------------------
+# -- outages and lost responses ---------------------------------------------------------------------------------------
 
 
-async def test_a_body_that_meets_an_outage_is_told_so_and_its_key_is_given_back_when_it_is_over(
+async def test_a_body_fails_during_an_outage_and_its_key_is_released_after_it(
     here: LocalInstance,
 ) -> None:
     database = here.running.context.database
 
-    async def meet_an_outage() -> None:
+    async def use_session_during_an_outage() -> None:
         async with once("away", "k") as fresh:
             database._supervisor._healthy.clear()
             await fresh.session.execute(NOTE, {"note": "away"})
 
     with pytest.raises(DatabaseAway):
-        await meet_an_outage()
+        await use_session_during_an_outage()
     database._supervisor._healthy.set()
-    await soon(lambda: given_back(here, "away"))
+    await soon(lambda: is_released(here, "away"))
 
 
 @pytest.mark.parametrize("error", [psycopg.OperationalError, asyncio.CancelledError])
-async def test_keys_that_were_taken_by_a_statement_whose_answer_was_lost_are_given_back(
+async def test_keys_are_released_if_the_response_to_taking_them_is_lost(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     genuine = statements.fetch
 
-    async def lossy(place: Any, statement: bytes, values: Any = None) -> Any:
-        rows = await genuine(place, statement, values)
+    async def lose_response(connection: Any, statement: bytes, values: Any = None) -> Any:
+        rows = await genuine(connection, statement, values)
         if b"taken" in statement:
             raise error
         return rows
 
     scope = f"lost-{error.__name__}"
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "fetch", lossy)
+        patch.setattr(blocks, "fetch", lose_response)
         with pytest.raises(error):
             await fail(scope, ValueError)
-    await soon(lambda: given_back(here, scope))
+    await soon(lambda: is_released(here, scope))
 
 
 # -- many keys --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_says_of_each_key_what_it_is_in_the_order_given(here: LocalInstance) -> None:
+async def test_a_batch_sorts_its_keys_into_fresh_pending_and_seen_in_the_given_order(here: LocalInstance) -> None:
     async with once("batch", "seen-1"), once("batch", "seen-2"):
         pass
     async with once("batch", "held"), once_many("batch", ["c", "seen-2", "a", "held", "seen-1", "c", "b"]) as batch:
@@ -226,7 +226,7 @@ async def test_a_batch_says_of_each_key_what_it_is_in_the_order_given(here: Loca
     assert set((await states(here, "batch")).values()) == {"seen"}
 
 
-async def test_a_batch_and_its_effects_are_seen_together(here: LocalInstance) -> None:
+async def test_the_keys_of_a_batch_become_seen_together_with_its_effects(here: LocalInstance) -> None:
     async with once_many("batch-session", [f"k-{number}" for number in range(1000)]) as batch:
         for key in batch.fresh[:3]:
             await batch.session.execute(NOTE, {"note": f"batch {key}"})
@@ -234,7 +234,7 @@ async def test_a_batch_and_its_effects_are_seen_together(here: LocalInstance) ->
     assert await count_notes(here, "batch k-2") == 1
 
 
-async def test_a_batch_that_fails_gives_back_its_own_keys_and_no_others(here: LocalInstance) -> None:
+async def test_a_batch_that_fails_releases_its_own_keys_and_no_others(here: LocalInstance) -> None:
     async def fail_in_batch() -> None:
         async with once_many("batch-fails", ["a", "b", "held"]):
             raise ValueError
@@ -245,17 +245,17 @@ async def test_a_batch_that_fails_gives_back_its_own_keys_and_no_others(here: Lo
         assert await states(here, "batch-fails") == {"a": "free", "b": "free", "held": "pending"}
 
 
-async def test_a_batch_of_nothing_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_empty_batch_executes_no_statement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(blocks, "fetch")
     async with once_many("nothing", []) as batch:
         assert (batch.fresh, batch.pending, batch.seen) == ([], [], [])
 
 
-# -- for how long -----------------------------------------------------------------------------------------------------
+# -- retention --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("keep", "kept"), [({}, 7 * 86400.0), ({"keep": "90s"}, 90.0), ({"keep": 366 * 86400}, None)])
-async def test_it_is_remembered_for_as_long_as_keep_says(
+async def test_a_seen_key_expires_after_the_time_that_keep_gives(
     here: LocalInstance, keep: dict[str, Any], kept: float | None
 ) -> None:
     scope = f"keep-{kept}"
@@ -265,7 +265,7 @@ async def test_it_is_remembered_for_as_long_as_keep_says(
     assert timedelta(0) <= timedelta(seconds=kept or 366 * 86400) - left < timedelta(seconds=20)
 
 
-async def test_after_that_it_is_fresh_again_whether_it_was_forgotten_or_not(here: LocalInstance) -> None:
+async def test_an_expired_key_is_fresh_again_even_before_it_is_pruned(here: LocalInstance) -> None:
     async with once("expires", "k", keep="1s"):
         pass
     await here.sql("UPDATE once_keys SET expires_at = now() WHERE scope = 'expires'")
@@ -273,7 +273,7 @@ async def test_after_that_it_is_fresh_again_whether_it_was_forgotten_or_not(here
         assert again
 
 
-async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_leader_prunes_expired_keys(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruner, "INTERVAL", 0.05)
     monkeypatch.setattr(pruner, "BATCH", 400)
     async with local_instance(address) as own:
@@ -287,7 +287,7 @@ async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("block", "said"),
+    ("block", "message"),
     [
         (lambda: once("", "k"), "a scope must be a text of 1 to 100 printable characters, and not ''"),
         (lambda: once("s" * 101, "k"), "a scope must be a text of 1 to 100"),
@@ -308,10 +308,10 @@ async def test_the_leader_forgets_it(address: str, monkeypatch: pytest.MonkeyPat
         (lambda: once("s", "k", keep="soon"), "`keep`: 'soon' is not a duration"),
     ],
 )
-async def test_what_cannot_be_a_key_is_refused_and_nothing_is_taken(
-    here: LocalInstance, block: Callable[[], AbstractAsyncContextManager[Any]], said: str
+async def test_invalid_arguments_of_once_are_refused_and_no_key_is_taken(
+    here: LocalInstance, block: Callable[[], AbstractAsyncContextManager[Any]], message: str
 ) -> None:
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=message):
         await enter(block)
     assert await states(here, "s") == {}
 
@@ -321,31 +321,31 @@ async def enter(block: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
         pass
 
 
-async def test_the_longest_scope_and_key_there_may_be_fit_the_index() -> None:
+async def test_the_longest_allowed_scope_and_key_fit_the_index() -> None:
     chance = random.Random(4)
-    # Four bytes each, in an order that cannot be compressed.
-    scope, key = ("".join(chr(chance.randrange(0x20000, 0x2A000)) for _ in range(most)) for most in MOST)
+    # Characters of four bytes each, in an order that cannot be compressed.
+    scope, key = ("".join(chr(chance.randrange(0x20000, 0x2A000)) for _ in range(length)) for length in MAX_LENGTHS)
     async with once(scope, key) as fresh:
         assert fresh
 
 
 @pytest.mark.parametrize("block", [lambda: once("s", "k"), lambda: once_many("s", ["k"])])
-async def test_outside_of_a_running_service_it_says_where_it_can_be_used(
+async def test_once_outside_of_a_running_service_raises_an_error_that_says_where_it_works(
     block: Callable[[], AbstractAsyncContextManager[Any]],
 ) -> None:
     with pytest.raises(FleetError, match="for the code of a running service: a route, or an async action"):
         await asyncio.create_task(enter(block), context=contextvars.Context())
 
 
-async def test_who_does_not_have_the_key_has_no_session() -> None:
+async def test_a_block_without_the_key_has_no_session() -> None:
     async with once("sessions", "k") as outer, once("sessions", "k") as inner:
         with pytest.raises(EngineError, match="check `fresh` first"):
-            inner.session  # noqa: B018 — the question is the test
+            inner.session  # noqa: B018 — the access is the test
     with pytest.raises(EngineError, match="the block of this session has ended"):
         outer.session  # noqa: B018 — likewise
 
 
-async def test_an_instance_that_is_not_registered_takes_nothing(
+async def test_an_instance_that_is_not_registered_takes_no_key(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(here.running.context.member.link, "_identity", None)
@@ -356,7 +356,7 @@ async def test_an_instance_that_is_not_registered_takes_nothing(
 # -- in a route -------------------------------------------------------------------------------------------------------
 
 
-async def test_in_a_route_its_owner_is_the_instance(here: LocalInstance) -> None:
+async def test_the_owner_of_a_key_in_a_route_is_the_instance(here: LocalInstance) -> None:
     answers = [(await here.running.client.post("/trial/once/k")).json() for _ in range(2)]
     assert answers == ["new", "seen"]
     identity = here.running.context.member.identity
@@ -364,7 +364,7 @@ async def test_in_a_route_its_owner_is_the_instance(here: LocalInstance) -> None
     assert await here.sql("SELECT instance_id, run_id FROM once_keys WHERE scope = 'route'") == [(identity.id, None)]
 
 
-async def test_in_a_route_a_key_that_cannot_be_is_the_clients_mistake(here: LocalInstance) -> None:
+async def test_an_invalid_key_in_a_route_is_answered_with_422(here: LocalInstance) -> None:
     answer = await here.running.client.post(f"/trial/once/{'k' * 501}")
     assert answer.status_code == 422
     assert "a key must be a text of 1 to 500 printable characters" in answer.json()["detail"]
@@ -373,7 +373,7 @@ async def test_in_a_route_a_key_that_cannot_be_is_the_clients_mistake(here: Loca
 # -- in an attempt ----------------------------------------------------------------------------------------------------
 
 
-async def test_in_an_attempt_its_owner_is_the_attempt(here: LocalInstance, tmp_path: Path) -> None:
+async def test_the_owner_of_a_key_in_an_attempt_is_the_attempt(here: LocalInstance, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     run_id = await here.trigger("sift", {"key": "owned", "gate": str(gate)})
     run = await here.attempt(run_id)
@@ -383,14 +383,14 @@ async def test_in_an_attempt_its_owner_is_the_attempt(here: LocalInstance, tmp_p
     assert (await here.ended(run_id)).result == "new"
 
 
-async def test_what_fails_in_one_attempt_is_done_by_the_next(here: LocalInstance) -> None:
+async def test_the_next_attempt_processes_a_key_of_a_failed_attempt(here: LocalInstance) -> None:
     run = await here.run("sift", {"key": "fails", "fail": True})
     assert (run.result, run.attempt) == ("new", 2)
     assert await here.sql("SELECT attempt FROM effects WHERE run_id = %s", run.id) == [(2,)]
     assert (await here.run("sift", {"key": "fails"})).result == "seen"
 
 
-async def test_an_attempt_whose_run_was_taken_over_is_refused_and_counted_and_has_no_effect(
+async def test_an_attempt_whose_run_was_taken_over_is_fenced_and_has_no_effect(
     here: LocalInstance, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
@@ -398,16 +398,16 @@ async def test_an_attempt_whose_run_was_taken_over_is_refused_and_counted_and_ha
     await soon(lambda: here.sql("SELECT 1 FROM once_keys WHERE scope = 'sift' AND key = 'late'"))
     fenced = here.engine.executor.writer.fenced
     before = fenced["once"]
-    with here.unwatched():
+    with here.without_comparison():
         await here.sql("UPDATE runs SET token = token + 1 WHERE id = %s", run_id)
         async with once("sift", "late") as ours:
-            assert ours, "it is free at once"
+            assert ours, "the key of the former attempt is free at once"
             gate.touch()
             await soon(lambda: here.sql("SELECT 1 WHERE %s", fenced["once"] == before + 1))
     assert await here.sql("SELECT 1 FROM effects WHERE run_id = %s", run_id) == []
 
 
-async def test_a_key_whose_block_ended_its_own_run_is_seen(here: LocalInstance) -> None:
+async def test_a_key_is_seen_even_if_its_block_has_completed_the_run(here: LocalInstance) -> None:
     run = await here.run("end-inside")
     assert run.state == "succeeded"
     await soon(lambda: here.sql("SELECT 1 FROM once_keys WHERE scope = 'end-inside' AND state = 'seen'"))

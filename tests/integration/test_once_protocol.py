@@ -1,8 +1,8 @@
-"""Any order of blocks, of owners who end, of keys that expire and are forgotten, against a model of what may happen.
+"""Random sequences of blocks, owners that end, and keys that expire and are pruned, compared with a model.
 
-Hypothesis chooses; every statement is the seen-store's own, on a real database. Blocks come back with every token that
-was ever drawn, so most of them are late. The model says who has a key; what it holds against the database is that a key
-is fresh exactly if nobody who lives is at it and it is not seen, and that it is seen by its present owner or by nobody.
+Hypothesis chooses the steps; all statements are those of `once`, on a real database. Steps use blocks with any token
+that was ever drawn, so most of them are late. The model knows the owner of each key. The test checks that a key is
+fresh exactly if it is not seen and no living owner processes it, and that only its present owner can mark it as seen.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SOME_KEYS = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
 
 @dataclass
 class Key:
-    """What the row of a key must be; none while it is absent."""
+    """The expected row of a key; no row while it is absent."""
 
     state: str = "absent"
     token: int = 0
@@ -47,13 +47,13 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
             do(here.sql("TRUNCATE once_keys, runs, instances"))
             self.keys = {key: Key() for key in KEYS}
             self.owners: list[Owner] = []
-            # Each owner has an instance of its own.
+            # Each owner has its own instance.
             self.living: set[int] = set()
-            # Every block there ever was.
+            # All blocks so far.
             self.blocks: list[Block] = []
             self.join_as_instance()
 
-        # -- who is there ---------------------------------------------------------------------------------------------
+        # -- owners ---------------------------------------------------------------------------------------------------
 
         @rule()
         def join_as_instance(self) -> None:
@@ -82,7 +82,7 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
                 do(here.sql("UPDATE runs SET state = 'pending' WHERE id = %s", owner.attempt.run_id))
             self.living.discard(owner.instance)
 
-        # -- what they do ---------------------------------------------------------------------------------------------
+        # -- steps of blocks ------------------------------------------------------------------------------------------
 
         @rule(data=st.data(), keys=SOME_KEYS)
         def ask(self, data: st.DataObject, keys: list[str]) -> None:
@@ -126,7 +126,7 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
             present = [(key, self.keys[key]) for key in block.keys]
             return [name for name, key in present if key.state == "pending" and key.token == block.token]
 
-        # -- what happens to keys -------------------------------------------------------------------------------------
+        # -- steps of keys --------------------------------------------------------------------------------------------
 
         @rule(key=st.sampled_from(KEYS))
         def expire(self, key: str) -> None:
@@ -137,12 +137,12 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
 
         @rule()
         def forget(self) -> None:
-            do(forget())
+            do(prune())
 
-        # -- what must be true ----------------------------------------------------------------------------------------
+        # -- invariants -----------------------------------------------------------------------------------------------
 
         @invariant()
-        def the_table_says_what_the_model_says(self) -> None:
+        def the_table_agrees_with_the_model(self) -> None:
             rows = dict(do(here.sql("SELECT key, (state, token)::text FROM once_keys")))
             for name, key in self.keys.items():
                 row = rows.get(name)
@@ -155,14 +155,14 @@ def machine(here: EngineHarness, do: Callable[[Coroutine[Any, Any, Any]], Any]) 
         async with here.database.autocommit() as connection:
             return await fetch(connection, NAMESPACE.sql(statement), block.values if block else None)
 
-    async def forget() -> None:
+    async def prune() -> None:
         async with here.database.autocommit() as connection:
             await prune_keys(connection, NAMESPACE, LONG_AGO, 100)
 
     return Protocol
 
 
-def test_nothing_that_may_happen_makes_a_key_seen_that_was_not_done_or_fresh_for_two(address: str) -> None:
+def test_no_sequence_of_steps_makes_a_key_seen_unprocessed_or_fresh_for_two_owners(address: str) -> None:
     with asyncio.Runner() as runner:
         context = engine_harness(address)
         here = runner.run(context.__aenter__())

@@ -1,4 +1,4 @@
-"""`overlap="skip"`: whoever makes a run active, at most one run of the action is; and no other action waits for it."""
+"""`overlap="skip"`: at most one run of the action is active, and no other action waits because of that."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,12 +41,12 @@ async def here(address: str) -> AsyncIterator[EngineHarness]:
         yield own
 
 
-async def failed(here: EngineHarness, many: int) -> list[int]:
-    return [row[0] for row in await here.sql(FINISHED, many)]
+async def insert_failed(here: EngineHarness, count: int) -> list[int]:
+    return [row[0] for row in await here.sql(FINISHED, count)]
 
 
 async def active(here: EngineHarness) -> list[int]:
-    """Return the runs of the action that wait or run."""
+    """Return the pending and running runs of the action."""
     statement = "SELECT r.id FROM runs AS r JOIN actions AS a ON a.id = r.action_id WHERE a.name = 'alone' ORDER BY 1"
     return [row[0] for row in await here.sql(statement)]
 
@@ -76,7 +76,7 @@ async def retry_all(here: EngineHarness, **options: Any) -> Retried:
 # -- a caller's transaction -------------------------------------------------------------------------------------------
 
 
-async def test_a_slot_makes_no_run_beside_one_that_an_open_transaction_has_triggered(here: EngineHarness) -> None:
+async def test_a_slot_inserts_no_run_beside_a_run_of_an_open_transaction(here: EngineHarness) -> None:
     scheduler = await here.scheduler()
     slot = await here.due(name="alone")
     async with here.database.session() as session:
@@ -87,7 +87,7 @@ async def test_a_slot_makes_no_run_beside_one_that_an_open_transaction_has_trigg
     assert await here.sql("SELECT next_run_at FROM actions WHERE name = 'alone'") == [(slot + timedelta(hours=1),)]
 
 
-async def test_a_slot_makes_its_run_when_the_open_transaction_is_rolled_back(here: EngineHarness) -> None:
+async def test_a_slot_inserts_its_run_after_the_open_transaction_is_rolled_back(here: EngineHarness) -> None:
     scheduler = await here.scheduler()
     slot = await here.due(name="alone")
     async with here.database.session() as session:
@@ -98,7 +98,7 @@ async def test_a_slot_makes_its_run_when_the_open_transaction_is_rolled_back(her
     assert await here.slots() == [slot]
 
 
-async def test_an_open_transaction_delays_no_other_action(here: EngineHarness) -> None:
+async def test_an_open_transaction_with_a_trigger_does_not_delay_other_actions(here: EngineHarness) -> None:
     scheduler = await here.scheduler()
     await here.due(name="alone")
     slot = await here.due(name="other")
@@ -106,13 +106,13 @@ async def test_an_open_transaction_delays_no_other_action(here: EngineHarness) -
         await trigger(here, session)
         await asyncio.wait_for(scheduler._schedule(), BOUND)
         assert await here.slots() == [slot]
-        # And the action itself is looked at again soon, without a notification.
+        # The scheduler reads the action itself again soon, without a notification.
         assert scheduler._due is not None
         assert scheduler._due - asyncio.get_running_loop().time() < 1
 
 
-async def test_a_row_that_is_locked_delays_no_other_action(here: EngineHarness) -> None:
-    """As the start of an instance locks it, and as a claim of a limited action does."""
+async def test_a_locked_action_row_does_not_delay_other_actions(here: EngineHarness) -> None:
+    """The start of an instance and a claim of a limited action lock the row in the same way."""
     scheduler = await here.scheduler()
     late = await here.due(name="alone")
     slot = await here.due(name="other")
@@ -124,7 +124,7 @@ async def test_a_row_that_is_locked_delays_no_other_action(here: EngineHarness) 
     assert await here.slots() == [late, slot]
 
 
-async def test_an_open_transaction_stops_no_pause_and_no_claim(here: EngineHarness) -> None:
+async def test_an_open_transaction_with_a_trigger_blocks_neither_pauses_nor_claims(here: EngineHarness) -> None:
     one = await here.instance("one")
     async with here.database.session() as session:
         await trigger(here, session)
@@ -136,7 +136,7 @@ async def test_an_open_transaction_stops_no_pause_and_no_claim(here: EngineHarne
     assert [run.run_id for run in await one.claim()] == await active(here)
 
 
-async def test_a_trigger_beside_an_open_one_is_refused_soon_and_keeps_no_connection(
+async def test_a_trigger_beside_a_run_of_an_open_transaction_is_refused_after_a_short_wait(
     here: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overlap, "BOUND", overlap.BOUND.replace("1000", "50"))
@@ -154,7 +154,7 @@ async def test_a_trigger_beside_an_open_one_is_refused_soon_and_keeps_no_connect
 
 
 async def test_a_retry_is_refused_while_another_run_is_active(here: EngineHarness) -> None:
-    (old,) = await failed(here, 1)
+    (old,) = await insert_failed(here, 1)
     (made,) = await here.trigger(Order("alone"))
     with pytest.raises(AlreadyActive) as refused:
         await retry(here, old)
@@ -164,11 +164,11 @@ async def test_a_retry_is_refused_while_another_run_is_active(here: EngineHarnes
     await retry(here, old)
     assert await active(here) == [old]
     await retry(here, old)
-    assert await active(here) == [old], "a run that waits already is no other run"
+    assert await active(here) == [old], "the pending run itself is not another active run"
 
 
-async def test_a_retry_of_many_retries_one_and_says_how_many_it_left_out(here: EngineHarness) -> None:
-    old = await failed(here, 5)
+async def test_a_retry_of_many_runs_retries_one_and_returns_the_number_left_out(here: EngineHarness) -> None:
+    old = await insert_failed(here, 5)
     assert await retry_all(here) == (1, 4)
     assert await active(here) == old[:1]
     assert await retry_all(here) == (0, 4)
@@ -177,15 +177,15 @@ async def test_a_retry_of_many_retries_one_and_says_how_many_it_left_out(here: E
 
 
 async def test_a_retry_of_many_runs_of_another_action_retries_them_all(here: EngineHarness) -> None:
-    await failed(here, 3)
+    await insert_failed(here, 3)
     await here.sql("UPDATE actions SET overlap = 'allow' RETURNING 1")
     assert await retry_all(here) == (3, 0)
 
 
-# -- all of them at once ----------------------------------------------------------------------------------------------
+# -- all at the same time ---------------------------------------------------------------------------------------------
 
 
-async def test_of_all_who_make_a_run_active_at_once_one_does(here: EngineHarness) -> None:
+async def test_concurrent_triggers_slots_and_retries_make_only_one_run_active(here: EngineHarness) -> None:
     schedulers = [await here.scheduler() for _ in range(2)]
 
     async def in_a_session() -> None:
@@ -194,7 +194,7 @@ async def test_of_all_who_make_a_run_active_at_once_one_does(here: EngineHarness
             await asyncio.sleep(0)
 
     for _ in range(25):
-        old = await failed(here, 4)
+        old = await insert_failed(here, 4)
         await here.due(name="alone")
         done = await asyncio.gather(
             *(scheduler._schedule() for scheduler in schedulers),
@@ -212,11 +212,11 @@ async def test_of_all_who_make_a_run_active_at_once_one_does(here: EngineHarness
         await here.sql("DELETE FROM finished_runs RETURNING 1")
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- cost -------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_look_for_an_active_run_reads_no_backlog(here: EngineHarness) -> None:
-    """Neither that of another action, nor the action's own."""
+async def test_the_search_for_an_active_run_does_not_read_the_pending_runs(here: EngineHarness) -> None:
+    """Neither the pending runs of another action nor those of the action itself."""
     other = here.catalogue.id_of("other")
     await here.sql(
         "INSERT INTO runs (action_id, priority, run_at, max_attempts, trigger) "
@@ -234,7 +234,7 @@ async def test_the_look_for_an_active_run_reads_no_backlog(here: EngineHarness) 
         assert top["Shared Hit Blocks"] + top["Shared Read Blocks"] < 50, plan
 
 
-async def test_a_run_that_waits_for_its_time_is_active(here: EngineHarness) -> None:
+async def test_a_run_with_a_later_run_at_counts_as_active(here: EngineHarness) -> None:
     await here.trigger(Order("alone", run_at=datetime.now(UTC) + timedelta(days=1)))
     with pytest.raises(AlreadyActive):
         await here.trigger(Order("alone"))

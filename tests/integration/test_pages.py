@@ -1,4 +1,4 @@
-"""Pages of runs: bounded in bytes and in what is read for them, however much runs carry and however many there are."""
+"""Pages of runs: their size and the rows read for them are bounded, whatever the size and the number of runs."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +29,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 # -- extracts ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_list_has_what_is_short_whole_and_the_beginning_of_what_is_long(here: LocalInstance) -> None:
+async def test_a_page_has_short_values_completely_and_the_beginning_of_long_ones(here: LocalInstance) -> None:
     text = '{"text":"%s"}'
     longest = "x" * (MAX_WHOLE - len(text % ""))
     short = (await post(here, "/actions/echo/runs", {"payload": {"text": longest}}, 202)).json()
@@ -42,7 +42,7 @@ async def test_a_list_has_what_is_short_whole_and_the_beginning_of_what_is_long(
     assert newest in [each["last_run"] for each in (await get(here, "/actions"))["items"]]
 
 
-async def test_each_field_that_may_be_long_has_an_extract_whatever_the_run_is(here: LocalInstance) -> None:
+async def test_each_long_field_of_a_pending_or_ended_run_is_replaced_by_an_extract(here: LocalInstance) -> None:
     values = {"result": json.dumps("ü" * 3000), "error": "e" * 5000, "progress": json.dumps({"text": "p" * 5000})}
     waiting = await here.trigger("echo", {"text": "y" * 5000})
     await here.sql(
@@ -66,7 +66,7 @@ async def test_each_field_that_may_be_long_has_an_extract_whatever_the_run_is(he
             assert field == "payload" or extract == values[field][:EXTRACT]
 
 
-async def test_a_value_that_is_null_is_not_long(here: LocalInstance) -> None:
+async def test_a_null_value_is_not_truncated(here: LocalInstance) -> None:
     (run,) = [(await here.run("noop")).id]
     (listed,) = (await get(here, "/runs"))["items"]
     assert listed == await get(here, f"/runs/{run}") | {"truncated": {}}
@@ -80,8 +80,8 @@ async def test_runs_of_a_megabyte_each_make_a_small_page(here: LocalInstance) ->
     assert len(page.content) < 30_000
 
 
-async def test_a_page_ends_before_it_is_too_large_and_the_next_one_goes_on(here: LocalInstance) -> None:
-    # In the answer each of these characters takes six bytes, in the table one.
+async def test_a_page_ends_before_it_is_too_large_and_the_next_page_continues(here: LocalInstance) -> None:
+    # Each of these characters takes six bytes in the response and one in the table.
     body = {"runs": [{"action": "echo", "payload": {"text": "a" * 900}}] * 500}
     made = [run["id"] for run in (await post(here, "/runs:batch", body, 202)).json()["runs"]]
     await here.sql("UPDATE runs SET error = repeat(chr(1), 1000), progress = to_json(repeat('b', 1000))")
@@ -128,14 +128,14 @@ def scans(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from scans(each)
 
 
-def read_by(plan: dict[str, Any]) -> float:
-    """How many rows or entries a scan has read, those included that it passed."""
+def rows_read_by(plan: dict[str, Any]) -> float:
+    """Return the rows or entries that a scan has read, including those it has filtered out."""
     passed = sum(plan.get(f"Rows Removed by {what}", 0) for what in ("Filter", "Index Recheck"))
     return float((plan["Actual Rows"] + passed) * plan["Actual Loops"])
 
 
-def test_a_page_reads_a_few_rows_of_an_index_whatever_the_filter_and_the_cursor(address: str) -> None:
-    """With 1,300,000 runs: no filter makes a page read more than all that run, or a small multiple of what it shows."""
+def test_a_page_reads_few_rows_of_an_index_for_any_filter_and_cursor(address: str) -> None:
+    """With 1,300,000 runs, a page reads at most all running runs, or a small multiple of the rows that it shows."""
     limit = 51
     with psycopg.connect(address, autocommit=True) as connection:
         connection.execute("SET search_path TO flotilla; SET synchronous_commit TO off")
@@ -150,8 +150,8 @@ def test_a_page_reads_a_few_rows_of_an_index_whatever_the_filter_and_the_cursor(
             for scan in scans(row[0][0]["Plan"]):
                 what = (action_id, states, before, scan["Node Type"], scan.get("Index Name"))
                 assert scan["Node Type"] != "Seq Scan", what
-                # All that run, of which there are 300 here; or a page, through a few that are in another state.
-                assert read_by(scan) <= max(300, 12 * limit), what
+                # All running runs, which are 300 here, or the rows of a page and some rows in another state.
+                assert rows_read_by(scan) <= max(300, 12 * limit), what
         # The failed runs that a retry of many takes, in batches.
         for states in (("failed",), ("cancelled",), ("cancelled", "failed")):
             which: dict[str, Any] = {"action": 1, "states": list(states), "since": None, "until": "infinity"}
@@ -161,4 +161,4 @@ def test_a_page_reads_a_few_rows_of_an_index_whatever_the_filter_and_the_cursor(
             row = connection.execute(explain, which, prepare=False).fetchone()
             assert row is not None
             (scan,) = scans(row[0][0]["Plan"])
-            assert (scan["Index Name"], read_by(scan)) == ("finished_runs_action_state", limit)
+            assert (scan["Index Name"], rows_read_by(scan)) == ("finished_runs_action_state", limit)

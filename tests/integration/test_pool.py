@@ -1,4 +1,4 @@
-"""The pool survives what real databases do, and serves again soon after the database is back."""
+"""The pool survives restarts, failovers and broken connections, and serves soon after the database is back."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
-# Less than a pause between two tries that has grown in an outage.
+# Less than the longest pause between two attempts to connect.
 SOON = 5.0
 
 
@@ -37,18 +37,18 @@ async def pool(address: str, **settings: object) -> AsyncIterator[Database]:
         await database.stop()
 
 
-async def ask(database: Database) -> int:
+async def query(database: Database) -> int:
     async with database.session() as session:
         return int((await session.execute(text("SELECT 42"))).scalar_one())
 
 
 async def seconds_until_served(database: Database, within: float = 30) -> float:
-    """Ask until ten questions in a row are answered."""
+    """Query until ten queries in a row have succeeded."""
     began = time.monotonic()
     served = 0
     while served < 10:
         try:
-            await ask(database)
+            await query(database)
             served += 1
         except (psycopg.Error, DBAPIError, DatabaseAway):
             served = 0
@@ -59,45 +59,45 @@ async def seconds_until_served(database: Database, within: float = 30) -> float:
 
 async def test_every_connection_broken_by_a_restart_is_replaced_at_the_first_error(own_postgres: Postgres) -> None:
     async with pool(own_postgres.address_of()) as database:
-        await ask(database)
+        await query(database)
         await asyncio.to_thread(own_postgres.stop, "immediate")
         await asyncio.to_thread(own_postgres.start_again)
         failures = 0
         for _ in range(50):
             try:
-                await ask(database)
+                await query(database)
             except (psycopg.Error, DBAPIError, DatabaseAway):
                 failures += 1
-        # One finds out; without the drain, each of the ten would be found out by somebody.
+        # One query fails. If the pool were not emptied then, one query would fail for each of the ten connections.
         assert failures <= 2
         assert await seconds_until_served(database) < SOON
 
 
-async def test_after_an_outage_it_serves_as_soon_as_the_database_is_back(own_postgres: Postgres) -> None:
+async def test_after_an_outage_the_pool_serves_as_soon_as_the_database_is_back(own_postgres: Postgres) -> None:
     async with pool(own_postgres.address_of()) as database:
         await asyncio.to_thread(own_postgres.stop, "immediate")
         with pytest.raises((psycopg.Error, DBAPIError)):
-            await ask(database)
+            await query(database)
         assert not database.healthy
-        # Long enough for every backoff that could be in the way to have grown.
+        # Long enough that all backoff delays have grown.
         await asyncio.sleep(8)
         await asyncio.to_thread(own_postgres.start_again)
         assert await seconds_until_served(database) < SOON
         assert database.healthy
 
 
-async def test_while_the_database_is_away_requests_fail_quickly_and_say_so(own_postgres: Postgres) -> None:
+async def test_during_an_outage_requests_fail_quickly_with_database_away(own_postgres: Postgres) -> None:
     async with pool(own_postgres.address_of()) as database:
         await asyncio.to_thread(own_postgres.stop, "immediate")
         with pytest.raises((psycopg.Error, DBAPIError)):
-            await ask(database)
+            await query(database)
         began = time.monotonic()
-        results = await asyncio.gather(*(ask(database) for _ in range(50)), return_exceptions=True)
+        results = await asyncio.gather(*(query(database) for _ in range(50)), return_exceptions=True)
         assert {type(result) for result in results} == {DatabaseAway}
         assert time.monotonic() - began < 4
 
 
-async def test_a_failover_to_the_other_host_of_the_address_is_found(own_postgres: Postgres) -> None:
+async def test_after_a_failover_the_pool_connects_to_the_other_host_of_the_address(own_postgres: Postgres) -> None:
     standby = await asyncio.to_thread(own_postgres.standby, own_postgres.home.parent / "standby")
     try:
         both = (
@@ -105,7 +105,7 @@ async def test_a_failover_to_the_other_host_of_the_address_is_found(own_postgres
             f"target_session_attrs=read-write"
         )
         async with pool(both) as database:
-            await ask(database)
+            await query(database)
             await asyncio.to_thread(own_postgres.stop, "immediate")
             await asyncio.to_thread(standby.promote)
             assert await seconds_until_served(database) < SOON
@@ -117,15 +117,15 @@ async def test_a_failover_to_the_other_host_of_the_address_is_found(own_postgres
         await asyncio.to_thread(standby.destroy)
 
 
-async def test_a_primary_demoted_under_us_is_left_at_the_first_refused_write(
+async def test_the_pool_leaves_a_demoted_primary_at_the_first_refused_write(
     own_postgres: Postgres, postgres: Postgres
 ) -> None:
     """Reads still work on it, so only a write shows that it is no primary any more."""
     both = f"host=127.0.0.1,127.0.0.1 port={own_postgres.port},{postgres.port} user=postgres dbname=postgres"
     async with pool(both) as database:
-        await ask(database)
+        await query(database)
         own_postgres.set("default_transaction_read_only", "on")
-        await ask(database)
+        await query(database)
         with pytest.raises(DBAPIError) as refused:
             async with database.session() as session_:
                 await session_.execute(text("CREATE TABLE refused ()"))
@@ -136,28 +136,28 @@ async def test_a_primary_demoted_under_us_is_left_at_the_first_refused_write(
             assert (await session_.execute(text("SELECT inet_server_port()"))).scalar_one() == postgres.port
 
 
-async def test_half_open_connections_are_dropped_when_somebody_suspects(postgres: Postgres, address: str) -> None:
+async def test_half_open_connections_are_replaced_after_a_suspicion(postgres: Postgres, address: str) -> None:
     name = address.rpartition("/")[2]
     with Proxy(("127.0.0.1", postgres.port)) as proxy:
         async with pool(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}") as database:
-            await ask(database)
+            await query(database)
             proxy.swallow()
             proxy.heal()
-            # Every idle connection is dead and does not know it. The link finds out first, and says so.
+            # All idle connections are dead, and the pool does not know it. The link detects that first and reports it.
             database.suspect("the link broke")
             assert await seconds_until_served(database) < SOON
 
 
-async def test_connections_that_are_reset_are_replaced(postgres: Postgres, address: str) -> None:
+async def test_reset_connections_are_replaced(postgres: Postgres, address: str) -> None:
     name = address.rpartition("/")[2]
     with Proxy(("127.0.0.1", postgres.port)) as proxy:
         async with pool(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}") as database:
-            await ask(database)
+            await query(database)
             proxy.cut()
             assert await seconds_until_served(database) < SOON
 
 
-async def test_a_busy_pool_is_no_outage(address: str) -> None:
+async def test_a_busy_pool_is_not_an_outage(address: str) -> None:
     async with pool(address, pool_min=1, pool_max=1, pool_timeout=0.2) as database:
         async with database.connection():
             with pytest.raises(PoolTimeout):
@@ -168,7 +168,7 @@ async def test_a_busy_pool_is_no_outage(address: str) -> None:
         assert database.outages == 0
 
 
-async def test_a_failed_statement_is_no_outage(address: str) -> None:
+async def test_a_failed_statement_is_not_an_outage(address: str) -> None:
     limit = "SET LOCAL statement_timeout = '100ms'"
     async with pool(address) as database:
         for statement in ("SELECT 1/0", "SELECT * FROM nowhere", "SELECT pg_sleep(5)"):
@@ -184,10 +184,10 @@ async def test_a_failed_statement_is_no_outage(address: str) -> None:
         assert database.outages == 0
 
 
-async def test_sessions_borrow_from_the_one_pool_and_give_back(address: str) -> None:
+async def test_sessions_borrow_connections_of_the_pool_and_return_them(address: str) -> None:
     async with pool(address, pool_min=3, pool_max=3) as database:
         for _ in range(20):
-            await ask(database)
+            await query(database)
         async with database.session() as first, database.session() as second:
             await first.execute(text("SELECT 1"))
             await second.execute(text("SELECT 1"))
@@ -201,7 +201,7 @@ async def test_sessions_borrow_from_the_one_pool_and_give_back(address: str) -> 
             assert (await session.execute(text("SELECT to_regclass('never_there')"))).scalar_one() is None
 
 
-async def test_a_lane_plans_by_indexes_and_nobody_else_does(address: str) -> None:
+async def test_only_dedicated_connections_prefer_index_plans(address: str) -> None:
     async with pool(address, pool_min=1, pool_max=6) as database:
         dedicated = database.dedicated()
         async with dedicated.connection() as connection:
@@ -214,7 +214,7 @@ async def test_a_lane_plans_by_indexes_and_nobody_else_does(address: str) -> Non
                 assert not connection.autocommit
 
 
-async def test_a_lane_whose_connection_broke_while_idle_makes_room_for_another(address: str) -> None:
+async def test_a_dedicated_connection_that_broke_while_idle_can_be_replaced(address: str) -> None:
     async with pool(address, pool_min=1, pool_max=6) as database:
         dedicated = database.dedicated()
         async with dedicated.connection() as connection:
@@ -230,7 +230,7 @@ async def test_a_lane_whose_connection_broke_while_idle_makes_room_for_another(a
 async def test_a_borrower_that_is_cancelled_at_any_point_leaves_no_connection_in_autocommit(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the event loop is busy, psycopg lets other tasks run inside of `set_autocommit`."""
+    """While the event loop is busy, psycopg lets other tasks run within `set_autocommit`."""
     monkeypatch.setattr("psycopg.waiting.MAX_BUSY_TIME", 0.0)
 
     async def borrow(database: Database) -> None:
@@ -253,7 +253,7 @@ async def jit_by_default(address: str) -> object:
         return await (await connection.execute("SHOW jit")).fetchone()
 
 
-# -- what every session is told ---------------------------------------------------------------------------------------
+# -- settings of every session ----------------------------------------------------------------------------------------
 
 UNUSUAL = (
     "default_transaction_isolation = 'serializable'",
@@ -262,7 +262,7 @@ UNUSUAL = (
 )
 
 
-def with_unusual_defaults(address: str) -> None:
+def set_unusual_defaults(address: str) -> None:
     with psycopg.connect(address, autocommit=True) as session:
         for setting in UNUSUAL:
             session.execute(f'ALTER DATABASE "{address.rpartition("/")[2]}" SET {setting}')
@@ -272,8 +272,8 @@ async def isolation_of(connection: psycopg.AsyncConnection[tuple[object, ...]]) 
     return await (await connection.execute("SHOW transaction_isolation")).fetchone()
 
 
-async def test_every_session_is_read_committed_whatever_the_database_s_default_is(address: str) -> None:
-    with_unusual_defaults(address)
+async def test_every_session_is_read_committed_whatever_the_default_of_the_database(address: str) -> None:
+    set_unusual_defaults(address)
     async with pool(address, pool_min=1, pool_max=6) as database:
         async with database.session() as session:
             assert (await session.execute(text("SHOW transaction_isolation"))).scalar_one() == "read committed"
@@ -291,7 +291,7 @@ async def test_every_session_is_read_committed_whatever_the_database_s_default_i
 
 
 async def test_through_a_pooler_every_transaction_is_read_committed(address: str, postgres: Postgres) -> None:
-    with_unusual_defaults(address)
+    set_unusual_defaults(address)
     name = address.rpartition("/")[2]
     with pgbouncer(postgres) as port:
         through = f"postgresql://postgres@127.0.0.1:{port}/{name}"
@@ -305,8 +305,8 @@ async def test_through_a_pooler_every_transaction_is_read_committed(address: str
 
 
 async def test_idle_connections_are_kept_and_idle_transactions_are_not(address: str) -> None:
-    """Whatever the database says, and also if statements have no limit."""
-    with_unusual_defaults(address)
+    """Whatever the defaults of the database, and also if statements have no time limit."""
+    set_unusual_defaults(address)
     for given, bound in ((0, "30s"), (12, "12s")):
         async with pool(address, pool_min=1, statement_timeout=given) as database, database.connection() as connection:
             for name, value in (("idle_session_timeout", "0"), ("idle_in_transaction_session_timeout", bound)):

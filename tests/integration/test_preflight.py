@@ -1,4 +1,4 @@
-"""A database nobody could be safe on is refused before anything is written, with what to do about it."""
+"""A database on which the service would not be safe is refused before anything is written, with advice."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,11 +32,11 @@ def check(address: str, direct: str | None = None) -> None:
     preflight.check_direct(dsn.resolve(Settings.load(database_url=address, database_direct_url=direct)))
 
 
-def test_a_fit_database_passes(address: str) -> None:
+def test_a_suitable_database_is_accepted(address: str) -> None:
     check(address)
 
 
-def test_postgresql_16_passes_too() -> None:
+def test_postgresql_16_is_accepted() -> None:
     with server(version=16) as older:
         check(older.address_of())
 
@@ -49,25 +49,25 @@ def test_an_unreachable_database_is_named_without_its_password() -> None:
     assert "hunter2" not in str(error.value)
 
 
-def test_a_database_that_does_not_exist_is_said_so(postgres: Postgres) -> None:
+def test_a_database_that_does_not_exist_is_named_in_the_error(postgres: Postgres) -> None:
     with pytest.raises(DatabaseUnreachable, match='database "nowhere" does not exist'):
         check(postgres.address_of("nowhere"))
 
 
 @pytest.mark.parametrize("nonsense", ["not an address", "postgresql://app:hunter2@[db/x", "http://db:hunter2@x"])
-def test_nonsense_instead_of_an_address_is_refused_without_being_repeated(nonsense: str) -> None:
+def test_an_invalid_address_is_refused_without_being_repeated(nonsense: str) -> None:
     with pytest.raises(SettingsError, match="the form is") as error:
         check(nonsense)
     assert "hunter2" not in str(error.value)
 
 
-def test_an_address_does_not_show_its_password_by_accident() -> None:
+def test_the_repr_of_an_address_has_no_password() -> None:
     addresses = dsn.resolve(Settings.load(database_url="postgresql://app:hunter2@db/app"))
     assert "hunter2" not in repr(addresses)
     assert addresses.location == "db/app"
 
 
-def test_an_sqlalchemy_address_is_understood(address: str) -> None:
+def test_an_sqlalchemy_address_is_accepted(address: str) -> None:
     check(address.replace("postgresql://", "postgresql+psycopg://"))
 
 
@@ -87,7 +87,7 @@ def test_a_standby_is_refused(own_postgres: Postgres) -> None:
         standby.destroy()
 
 
-def test_a_server_that_was_set_read_only_is_refused(own_postgres: Postgres) -> None:
+def test_a_read_only_server_is_refused(own_postgres: Postgres) -> None:
     own_postgres.set("default_transaction_read_only", "on")
     with pytest.raises(DatabaseReadOnly):
         check(own_postgres.address_of())
@@ -102,9 +102,7 @@ def test_pgbouncer_in_transaction_mode_is_refused_as_the_direct_address(postgres
 
 
 @pytest.mark.anyio
-async def test_behind_pgbouncer_with_a_direct_address_beside_it_an_instance_serves(
-    postgres: Postgres, address: str
-) -> None:
+async def test_an_instance_behind_pgbouncer_serves_if_it_has_a_direct_address(postgres: Postgres, address: str) -> None:
     name = address.rpartition("/")[2]
     with pgbouncer(postgres) as port:
         through = f"postgresql://postgres@127.0.0.1:{port}/{name}"
@@ -115,7 +113,9 @@ async def test_behind_pgbouncer_with_a_direct_address_beside_it_an_instance_serv
             settings = Settings.load(database_url=through, database_direct_url=address)
             details = {each.subject: each.detail for each in await asyncio.to_thread(examine, settings)}
         assert "leads through a pooler" in details["pooler"]
-        assert "1 living instances may open 2 of" in details["connection budget"], "the pool's are the pooler's"
+        assert "1 living instances may open 2 of" in details["connection budget"], (
+            "the sessions of the pool count as sessions of the pooler"
+        )
 
 
 # -- two addresses, one database --------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def route(address: str, direct: str | None = None) -> preflight.Route:
     return preflight.check_pool(dsn.resolve(Settings.load(database_url=address, database_direct_url=direct)))
 
 
-def test_two_addresses_of_one_database_are_fine(address: str, postgres: Postgres) -> None:
+def test_two_addresses_of_one_database_are_accepted(address: str, postgres: Postgres) -> None:
     name = address.rpartition("/")[2]
     assert not route(address).through_pooler
     assert not route(f"postgresql://postgres@localhost:{postgres.port}/{name}", address).through_pooler
@@ -136,14 +136,14 @@ def test_two_addresses_of_one_database_are_fine(address: str, postgres: Postgres
 def test_addresses_of_two_databases_or_two_servers_are_refused(
     address: str, postgres: Postgres, own_postgres: Postgres
 ) -> None:
-    for other in (postgres.address_of(), own_postgres.address_of(), a_copy(address, own_postgres)):
+    for other in (postgres.address_of(), own_postgres.address_of(), create_copy(address, own_postgres)):
         with pytest.raises(DatabasesDiffer, match="lead to different databases"):
             route(other, address)
     with pytest.raises(DatabaseUnreachable, match='database "nowhere" does not exist'):
         route(postgres.address_of("nowhere"), address)
 
 
-def a_copy(address: str, own_postgres: Postgres) -> str:
+def create_copy(address: str, own_postgres: Postgres) -> str:
     """Make a database of the same name, with the same tables, on another server."""
     name = address.rpartition("/")[2]
     like = own_postgres.new_migrated_database().rpartition("/")[2]
@@ -153,32 +153,32 @@ def a_copy(address: str, own_postgres: Postgres) -> str:
 
 
 @pytest.mark.anyio
-async def test_an_instance_whose_pool_comes_to_lead_elsewhere_serves_nothing_until_it_leads_back(
+async def test_an_instance_whose_pool_reaches_another_database_answers_503(
     address: str, postgres: Postgres, own_postgres: Postgres, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a failover that moved one of the two addresses. Nothing is written to the wrong database."""
-    copy = a_copy(address, own_postgres)
+    """As after a failover that moved only one of the two addresses. Nothing is written to the wrong database."""
+    copy = create_copy(address, own_postgres)
     with Proxy(("127.0.0.1", postgres.port)) as proxy:
         through = f"postgresql://postgres@127.0.0.1:{proxy.port}/{address.rpartition('/')[2]}"
         async with service(through, database_direct_url=address) as running:
             assert (await running.client.get("/trial/database")).status_code == 200
             proxy.target = ("127.0.0.1", own_postgres.port)
             proxy.cut()
-            await until(lambda: "pool.elsewhere" in caplog.messages)
+            await wait_until(lambda: "pool.elsewhere" in caplog.messages)
             for _ in range(5):
                 assert (await running.client.get("/trial/database")).status_code == 503
             assert running.context.member.holds()
             proxy.target = ("127.0.0.1", postgres.port)
             proxy.cut()
-            await until(lambda: running.context.database.healthy)
+            await wait_until(lambda: running.context.database.healthy)
             assert (await running.client.get("/trial/database")).status_code == 200
     with psycopg.connect(copy) as session:
         assert session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 — a state that nothing announces
+        while not condition():  # noqa: ASYNC110 — a change of this state sends no signal
             await asyncio.sleep(0.02)
 
 
@@ -186,7 +186,7 @@ def test_a_pooler_whose_sessions_are_not_read_committed_is_refused(address: str,
     name = address.rpartition("/")[2]
     with psycopg.connect(address, autocommit=True) as session:
         session.execute(f"ALTER DATABASE \"{name}\" SET default_transaction_isolation = 'repeatable read'")
-    assert route(address).default_isolation == "repeatable read", "and the fleet's own sessions set another"
+    assert route(address).default_isolation == "repeatable read", "the sessions of the template set another level"
     with pgbouncer(postgres) as port, pytest.raises(IsolationUnsupported, match="ALTER ROLE"):
         route(f"postgresql://postgres@127.0.0.1:{port}/{name}", address)
 
@@ -219,7 +219,7 @@ async def test_the_doctor_finds_nothing_wrong_with_a_running_service(address: st
 
 
 @pytest.mark.anyio
-async def test_the_doctor_and_the_anomalies_say_when_the_living_could_open_more_than_the_server_allows(
+async def test_the_doctor_and_an_anomaly_report_that_instances_may_open_too_many_sessions(
     address: str,
 ) -> None:
     async with service(address, pool_max=500, pool_min=1) as running:
@@ -238,12 +238,12 @@ async def test_the_doctor_and_the_anomalies_say_when_the_living_could_open_more_
 
 
 @pytest.mark.empty_database
-def test_the_doctor_says_when_migrations_are_missing_and_nobody_will_run_them(address: str) -> None:
+def test_the_doctor_reports_missing_migrations_that_no_instance_will_run(address: str) -> None:
     assert findings(address, migrate_on_start=False)["schema"] is Level.PROBLEM
     assert findings(address, migrate_on_start=True)["schema"] is Level.OK
 
 
-def test_the_doctor_reports_an_unreachable_database_and_goes_no_further() -> None:
+def test_the_doctor_reports_an_unreachable_database_and_stops() -> None:
     found = findings(f"postgresql://app@127.0.0.1:{free_port()}/app")
     assert found["database"] is Level.PROBLEM
     assert "schema" not in found
@@ -255,16 +255,16 @@ async def leader_of(running: Running) -> str | None:
 
 
 @pytest.mark.parametrize("privilege", ["SELECT", "INSERT", "UPDATE", "DELETE", "USAGE"])
-def test_the_doctor_misses_each_single_privilege(address: str, postgres: Postgres, privilege: str) -> None:
+def test_the_doctor_reports_each_missing_privilege(address: str, postgres: Postgres, privilege: str) -> None:
     """A role that may only read is not enough to run."""
     role = f"lacking_{address.rpartition('_')[2]}"
-    taken = "SEQUENCE flotilla.once_tokens" if privilege == "USAGE" else "flotilla.runs"
+    revoked_on = "SEQUENCE flotilla.once_tokens" if privilege == "USAGE" else "flotilla.runs"
     steps = (
         f"CREATE ROLE {role} LOGIN",
         f"GRANT USAGE ON SCHEMA flotilla TO {role}",
         f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA flotilla TO {role}",
         f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA flotilla TO {role}",
-        f"REVOKE {privilege} ON {taken} FROM {role}",
+        f"REVOKE {privilege} ON {revoked_on} FROM {role}",
     )
     with psycopg.connect(address, autocommit=True) as session:
         for step in steps:
@@ -282,7 +282,7 @@ def test_the_doctor_misses_each_single_privilege(address: str, postgres: Postgre
 
 
 @pytest.mark.anyio
-async def test_a_role_that_may_run_but_not_migrate_is_enough_for_an_instance(
+async def test_an_instance_needs_only_a_role_that_may_run_but_not_migrate(
     address: str, postgres: Postgres, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Least privilege, as docs/guides/deploy.md grants it."""

@@ -1,4 +1,4 @@
-"""What does not fit is refused with the name of the field, in a bounded answer of one schema; nothing is written."""
+"""Problems: an invalid request is refused with the name of the field, in a bounded response; nothing is written."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +10,7 @@ from app.fleet import Run, action
 from app.fleet.errors import PayloadInvalid
 from app.fleet.http.edge.openapi import ProblemDetails
 from app.fleet.http.edge.problems import MAX_ERRORS, MAX_FIELD_LENGTH
-from tests.integration.test_actions_http import RUN, get, post, runs_there_are, send
+from tests.integration.test_actions_http import RUN, count_runs, get, post, send
 from tests.integration.test_edge import is_problem
 from tests.support.runs import LocalInstance, local_instance
 
@@ -34,7 +34,7 @@ def fields(problem: dict[str, Any]) -> list[str]:
 # -- bounded ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_thousand_wrong_fields_are_answered_with_the_first_of_them_and_their_number(
+async def test_a_problem_with_a_thousand_invalid_fields_has_the_first_ones_and_the_number(
     here: LocalInstance,
 ) -> None:
     wrong = {f"field-{number}": 1 for number in range(1000)}
@@ -50,11 +50,11 @@ async def test_a_thousand_wrong_fields_are_answered_with_the_first_of_them_and_t
         assert len(problem["errors"]) + problem.get("errors_left_out", 0) in {1, 1000}
         assert len(problem["errors"]) <= MAX_ERRORS
         assert len(answer.content) < 10_000
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
-async def test_of_more_wrong_values_than_anyone_reads_only_the_number_is_said(here: LocalInstance) -> None:
-    """Written out one by one, they would take hundreds of megabytes."""
+async def test_a_problem_with_very_many_invalid_values_has_only_their_number(here: LocalInstance) -> None:
+    """A list of all these values would take hundreds of megabytes."""
     many = {"runs": [{"action": "noop", **{f"field-{number}": 1 for number in range(10)}}] * 500}
     problem: dict[str, Any] = is_problem(await post(here, "/runs:batch", many), "invalid")
     assert (fields(problem), "5000 values" in str(problem["detail"])) == (["body"], True)
@@ -64,7 +64,7 @@ async def test_of_more_wrong_values_than_anyone_reads_only_the_number_is_said(he
     assert "300000 values" in str(refused.value)
 
 
-async def test_the_name_of_an_unknown_field_is_cut(here: LocalInstance) -> None:
+async def test_the_name_of_an_unknown_field_is_truncated(here: LocalInstance) -> None:
     for path in ("/actions/noop/runs", "/runs:retry"):
         answer = await post(here, path, {"action": "noop", "a" * 900_000: 1})
         problem: dict[str, Any] = is_problem(answer, "invalid")
@@ -72,13 +72,13 @@ async def test_the_name_of_an_unknown_field_is_cut(here: LocalInstance) -> None:
         assert len(answer.content) < 5_000
 
 
-async def test_the_path_is_repeated_only_in_part(here: LocalInstance) -> None:
+async def test_a_problem_repeats_only_a_part_of_a_long_path(here: LocalInstance) -> None:
     answer = await here.running.client.get("/nowhere/" + "x" * 20_000)
     is_problem(answer, "not-found")
     assert len(answer.content) < 2_000
 
 
-# -- one way to name a field ------------------------------------------------------------------------------------------
+# -- names of fields --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,13 @@ async def test_the_path_is_repeated_only_in_part(here: LocalInstance) -> None:
         ("/mailings", {"subject": "x", "recipients": [1]}, "recipients.0"),
     ],
 )
-async def test_a_field_of_the_body_has_its_own_name(here: LocalInstance, path: str, body: Any, field: str) -> None:
+async def test_an_invalid_field_of_the_body_is_named_by_its_path_in_the_body(
+    here: LocalInstance, path: str, body: Any, field: str
+) -> None:
     assert field in fields(is_problem(await post(here, path, body), "invalid"))
 
 
-async def test_a_field_elsewhere_is_named_after_its_place(here: LocalInstance) -> None:
+async def test_an_invalid_parameter_is_named_with_query_path_or_header(here: LocalInstance) -> None:
     client = here.running.client
     assert fields(is_problem(await client.get("/runs?limit=0"), "invalid")) == ["query.limit"]
     assert fields(is_problem(await client.get("/mailings/x"), "invalid")) == ["path.mailing_id"]
@@ -106,7 +108,7 @@ async def test_a_field_elsewhere_is_named_after_its_place(here: LocalInstance) -
     assert fields(is_problem(sent, "invalid")) == ["header.Idempotency-Key"]
 
 
-async def test_a_body_that_is_no_json_is_named_as_a_whole_and_where_it_breaks(here: LocalInstance) -> None:
+async def test_malformed_json_is_reported_for_the_body_with_the_position_of_the_error(here: LocalInstance) -> None:
     sent = {"content-type": "application/json"}
     for path in ("/actions/noop/runs", "/runs:batch", "/runs:retry", "/trial/parcels"):
         answer = await here.running.client.post(path, content=b'{"weight": }', headers=sent)
@@ -115,10 +117,10 @@ async def test_a_body_that_is_no_json_is_named_as_a_whole_and_where_it_breaks(he
         assert "11" in problem["errors"][0]["message"] or "12" in problem["errors"][0]["message"]
 
 
-# -- values that cannot be --------------------------------------------------------------------------------------------
+# -- invalid values ---------------------------------------------------------------------------------------------------
 
 
-async def test_an_instant_is_taken_with_any_offset_that_the_standard_has(here: LocalInstance) -> None:
+async def test_an_instant_may_have_any_utc_offset_of_the_standard(here: LocalInstance) -> None:
     for offset, expected in (("+23:59", "2029-12-31T00:01:00Z"), ("-23:59", "2030-01-01T23:59:00Z")):
         order = {"run_at": f"2030-01-01T00:00:00{offset}"}
         run = (await post(here, "/actions/noop/runs", order, 202)).json()
@@ -136,7 +138,9 @@ DIGITS = "9" * 4000
     "value", [f'"{DIGITS}s"', f'"{DIGITS}"', DIGITS, f"{DIGITS}.5", "NaN", "1e400", '"1h\\u0000"', "[]"]
 )
 @pytest.mark.parametrize("field", ["since", "until"])
-async def test_a_duration_that_is_none_is_refused_with_its_field(here: LocalInstance, field: str, value: str) -> None:
+async def test_an_invalid_duration_is_refused_with_the_name_of_its_field(
+    here: LocalInstance, field: str, value: str
+) -> None:
     content = f'{{"action": "noop", "{field}": {value}}}'.encode()
     answer = await here.running.client.post(
         "/runs:retry", content=content, headers={"content-type": "application/json"}
@@ -157,13 +161,13 @@ async def test_a_duration_that_is_none_is_refused_with_its_field(here: LocalInst
         ({"priority": 10**50}, "priority"),
     ],
 )
-async def test_a_value_that_postgresql_cannot_keep_is_refused_with_its_field(
+async def test_a_value_that_postgresql_cannot_store_is_refused_with_the_name_of_its_field(
     here: LocalInstance, order: dict[str, Any], field: str
 ) -> None:
     assert fields(is_problem(await post(here, "/actions/noop/runs", order), "invalid")) == [field]
     batch = {"runs": [{"action": "noop", **order}]}
     assert fields(is_problem(await post(here, "/runs:batch", batch), "invalid")) == [f"runs.0.{field}"]
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
 async def test_nul_is_refused_in_the_name_of_a_lock_and_in_the_reason_of_a_release(here: LocalInstance) -> None:
@@ -177,14 +181,16 @@ async def test_nul_is_refused_in_the_name_of_a_lock_and_in_the_reason_of_a_relea
     "payload",
     ["1" * 4301, "-" + "1" * 5000, "[" * 250 + "]" * 250, '"\\ud800"', '{"\\udfff": 1}', "NaN", "1e999", "-Infinity"],
 )
-async def test_a_payload_that_json_or_python_cannot_write_again_is_refused(here: LocalInstance, payload: str) -> None:
+async def test_a_payload_that_json_or_python_could_not_write_again_is_refused(
+    here: LocalInstance, payload: str
+) -> None:
     problem: dict[str, Any] = is_problem(await send(here, f'{{"payload": {{"x": {payload}}}}}'.encode()), "invalid")
     assert fields(problem) in (["body"], ["payload"])
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
 @pytest.mark.parametrize("payload", ["1" * 4300, "[" * 150 + "]" * 150, '"a\\u0000b"', "1e-400", '"\\ud83d\\ude00"'])
-async def test_a_payload_that_they_can_is_kept_as_it_was_sent(here: LocalInstance, payload: str) -> None:
+async def test_an_unusual_but_valid_payload_is_stored_as_it_was_sent(here: LocalInstance, payload: str) -> None:
     sent = await send(here, f'{{"payload": {{"x": {payload}}}}}'.encode())
     assert sent.status_code == 202, sent.text
     ended = await here.ended(sent.json()["id"])
@@ -207,7 +213,7 @@ def operations(schema: dict[str, Any], *, ours: bool = True) -> Iterator[tuple[s
             yield from ((method, path, operation) for method, operation in methods.items())
 
 
-async def test_every_status_of_an_error_is_declared_with_the_one_schema(here: LocalInstance) -> None:
+async def test_every_error_status_is_declared_with_the_schema_of_problems(here: LocalInstance) -> None:
     schema = await get(here, "/openapi.json")
     assert "ValidationError" not in json.dumps(schema)
     for method, path, operation in operations(schema, ours=False):
@@ -218,7 +224,7 @@ async def test_every_status_of_an_error_is_declared_with_the_one_schema(here: Lo
             assert response["content"] == {"application/problem+json": {"schema": reference}}, (method, path, status)
 
 
-async def test_every_route_declares_what_its_key_its_path_its_fields_and_its_body_can_be_answered_with(
+async def test_every_route_declares_all_error_statuses_that_it_can_return(
     here: LocalInstance,
 ) -> None:
     schema = await get(here, "/openapi.json")
@@ -260,7 +266,7 @@ async def test_every_route_declares_what_its_key_its_path_its_fields_and_its_bod
         ("DELETE", "/locks/none?reason=why", None, 404),
     ],
 )
-async def test_what_is_answered_is_declared_and_has_the_schema(
+async def test_every_error_response_is_declared_and_has_the_schema_of_problems(
     here: LocalInstance, method: str, path: str, body: Any, status: int
 ) -> None:
     if "{ended}" in path:

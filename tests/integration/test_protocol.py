@@ -1,9 +1,9 @@
-"""Any order of claims, ends, pauses, deaths, checkpoints and requests, held against a model of what may happen.
+"""Random sequences of claims, ends, pauses, deaths, checkpoints and requests, compared with a model.
 
-Hypothesis chooses; every statement is the engine's own, on a real database. Writers come with every token that was ever
-drawn, so most of them are late. The model is what DESIGN calls the invariants: a token is drawn once and only grows, a
-write counts only with the present token of a running run, a run ends once, and nothing is ever lost. Of a line, the
-first one is claimed that has not ended, and nothing beside one that runs.
+Hypothesis chooses the steps; all statements are those of the engine, on a real database. Writes use any token that was
+ever drawn, so most of them are late. The model has the invariants: a token is drawn once and only grows, a write counts
+only with the present token of a running run, a run ends once, and no run is lost. Of the runs with one ordering key,
+only the first that has not ended is claimed, and none while another one is running.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 @dataclass
 class Model:
-    """What a run must be."""
+    """The expected state of a run."""
 
-    line: str | None = None
+    ordering_key: str | None = None
     state: str = "pending"
     token: int = 0
     attempt: int = 0
@@ -64,16 +64,16 @@ def machine(
             super().__init__()
             do(here.sql("TRUNCATE runs, finished_runs, run_keys, instances"))
             self.model: dict[int, Model] = {}
-            # Every claim there ever was: a run, and the token it was given.
+            # All claims so far: the run and its token.
             self.claims: list[tuple[int, int]] = []
             self.living: dict[str, Claiming] = {name: do(here.instance(name)) for name in INSTANCES}
 
-        # -- what instances do ----------------------------------------------------------------------------------------
+        # -- steps of instances ---------------------------------------------------------------------------------------
 
-        @rule(number=st.integers(1, 3), line=st.sampled_from([None, "a", "b"]))
-        def trigger(self, number: int, line: str | None) -> None:
-            for run_id in do(here.trigger(*[Order("tick", ordering_key=line)] * number)):
-                self.model[run_id] = Model(line)
+        @rule(number=st.integers(1, 3), key=st.sampled_from([None, "a", "b"]))
+        def trigger(self, number: int, key: str | None) -> None:
+            for run_id in do(here.trigger(*[Order("tick", ordering_key=key)] * number)):
+                self.model[run_id] = Model(key)
 
         @rule(name=st.sampled_from(INSTANCES), room=st.integers(1, 3))
         def claim(self, name: str, room: int) -> None:
@@ -90,10 +90,12 @@ def machine(
                 self.claims.append((run_id, token))
 
         def claimable(self) -> set[int]:
-            """What waits in no line, and the first of each line in which nothing runs."""
-            free = {run_id for run_id, run in self.model.items() if run.line is None and run.state == "pending"}
-            for line in ("a", "b"):
-                left = {i: run.state for i, run in self.model.items() if run.line == line and run.state not in ENDED}
+            """Return the pending runs without an ordering key, and the head of each key without a running run."""
+            free = {run_id for run_id, run in self.model.items() if run.ordering_key is None and run.state == "pending"}
+            for key in ("a", "b"):
+                left = {
+                    i: run.state for i, run in self.model.items() if run.ordering_key == key and run.state not in ENDED
+                }
                 if left and "running" not in left.values():
                     free.add(min(left))
             return free
@@ -104,18 +106,18 @@ def machine(
             state=st.sampled_from([None, "failed", "cancelled"]),
         )
         def finish(self, data: st.DataObject, state: str | None) -> None:
-            self.write_end(self.some(data), state)
+            self.write_end(self.some_claims(data), state)
 
         def write_end(
             self, claimed: list[tuple[int, int]], state: str | None, statement: Statement = FINISH_RETURNING
         ) -> None:
-            values = written(claimed) | {
+            values = token_values(claimed) | {
                 "states": [state] * len(claimed),
                 "results": [None] * len(claimed),
                 "errors": [None] * len(claimed),
             }
             done = {row[0] for row in do(execute(statement, values))}
-            assert done == self.current(claimed)
+            assert done == self.current_claims(claimed)
             for run_id in done:
                 run = self.model[run_id]
                 run.state = state or "succeeded"
@@ -124,42 +126,42 @@ def machine(
         @precondition(lambda self: self.claims)
         @rule(data=st.data(), pause=st.booleans())
         def give_back(self, data: st.DataObject, pause: bool) -> None:
-            """A pause, or a retry without a wait."""
-            self.write_return(self.some(data), pause)
+            """Make runs pending: with a pause, or with a retry without a delay."""
+            self.write_return(self.some_claims(data), pause)
 
         def write_return(self, claimed: list[tuple[int, int]], pause: bool) -> None:
-            values = written(claimed) | {
+            values = token_values(claimed) | {
                 "pauses": [pause] * len(claimed),
                 "delays": [0.0] * len(claimed),
                 "errors": [None] * len(claimed),
             }
             back = {row[0] for row in do(execute(GIVE_BACK, values))}
-            current = self.current(claimed)
-            assert back == {run_id for run_id in current if not self.model[run_id].cancel_requested}
+            current_claims = self.current_claims(claimed)
+            assert back == {run_id for run_id in current_claims if not self.model[run_id].cancel_requested}
             for run_id in back:
                 run = self.model[run_id]
                 run.state = "pending"
                 run.attempt -= 1 if pause else 0
-            # As the writer does with what was left.
+            # The writer does the same with the rest: runs with a cancellation request.
             left = [(run_id, token) for run_id, token in claimed if run_id not in back]
             self.write_end(left, "cancelled", END_CANCELLED)
 
         @precondition(lambda self: self.claims)
         @rule(data=st.data(), state=st.integers(0, 99))
         def checkpoint(self, data: st.DataObject, state: int) -> None:
-            self.write_checkpoint(self.some(data), state)
+            self.write_checkpoint(self.some_claims(data), state)
 
         def write_checkpoint(self, claimed: list[tuple[int, int]], state: int) -> None:
-            values = written(claimed) | {"states": [str(state)] * len(claimed)}
+            values = token_values(claimed) | {"states": [str(state)] * len(claimed)}
             kept = {row[0] for row in do(execute(CHECKPOINT, values))}
-            assert kept == self.current(claimed)
+            assert kept == self.current_claims(claimed)
             for run_id in kept:
                 self.model[run_id].checkpoint = state
 
         @precondition(lambda self: any(run.token > 1 and run.state == "running" for run in self.model.values()))
         @rule(data=st.data())
         def write_late(self, data: st.DataObject) -> None:
-            """Somebody else runs it by now; whatever its former owner still says is refused."""
+            """Another instance runs the run by now: all writes of the former owner are refused."""
             again = [run_id for run_id, run in self.model.items() if run.token > 1 and run.state == "running"]
             run_id = data.draw(st.sampled_from(sorted(again)))
             token = data.draw(st.integers(1, self.model[run_id].token - 1))
@@ -167,11 +169,11 @@ def machine(
             self.write_return([(run_id, token)], False)
             self.write_end([(run_id, token)], None)
 
-        # -- what happens to them -------------------------------------------------------------------------------------
+        # -- deaths and requests --------------------------------------------------------------------------------------
 
         @rule(name=st.sampled_from(INSTANCES))
         def die(self, name: str) -> None:
-            """And another one takes its name, under another id."""
+            """An instance dies, and a new one takes its name, with another id."""
             dead = self.living[name].identity.id
             with psycopg.connect(address) as session:
                 session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [dead])
@@ -191,7 +193,7 @@ def machine(
             run_id = data.draw(st.sampled_from(sorted(self.model)))
             run = self.model[run_id]
             if run.state in ENDED:
-                assert do(refused(cancel_run, run_id))
+                assert do(is_refused(cancel_run, run_id))
                 return
             do(call(cancel_run, run_id))
             if run.state == "pending":
@@ -206,16 +208,16 @@ def machine(
             run_id = data.draw(st.sampled_from(sorted(self.model)))
             run = self.model[run_id]
             if run.state in {"running", "succeeded"}:
-                assert do(refused(retry_run, run_id))
+                assert do(is_refused(retry_run, run_id))
                 return
             do(call(retry_run, run_id))
             if run.state in ENDED:
                 run.state, run.attempt, run.deaths, run.cancel_requested = "pending", 0, 0, False
 
-        # -- what must be true ----------------------------------------------------------------------------------------
+        # -- invariants -----------------------------------------------------------------------------------------------
 
         @invariant()
-        def the_tables_say_what_the_model_says(self) -> None:
+        def the_tables_agree_with_the_model(self) -> None:
             rows = do(
                 here.sql(
                     """
@@ -228,24 +230,24 @@ def machine(
             assert rows == [
                 (run_id, run.state, run.token, run.attempt, run.checkpoint)
                 for run_id, run in sorted(self.model.items())
-            ], "each run is there once, and as it must be"
+            ], "each run exists once, in its expected state"
 
         @invariant()
         def a_run_succeeds_once(self) -> None:
             assert all(run.ends.count("succeeded") <= 1 for run in self.model.values())
 
         @invariant()
-        def whatever_runs_has_an_owner_that_lives(self) -> None:
+        def each_running_run_has_a_living_owner(self) -> None:
             orphans = """
                 SELECT id FROM runs AS r WHERE state = 'running'
                 AND NOT EXISTS (SELECT FROM instances AS i WHERE i.id = r.instance_id AND i.state <> 'gone')
             """
             assert do(here.sql(orphans)) == []
 
-        def some(self, data: st.DataObject) -> list[tuple[int, int]]:
+        def some_claims(self, data: st.DataObject) -> list[tuple[int, int]]:
             return data.draw(st.lists(st.sampled_from(self.claims), min_size=1, max_size=3, unique=True))
 
-        def current(self, claimed: list[tuple[int, int]]) -> set[int]:
+        def current_claims(self, claimed: list[tuple[int, int]]) -> set[int]:
             return {
                 run_id
                 for run_id, token in claimed
@@ -260,7 +262,7 @@ def machine(
         async with here.database.connection() as connection:
             return await what(connection, NAMESPACE, run_id)
 
-    async def refused(what: Callable[..., Coroutine[Any, Any, Any]], run_id: int) -> bool:
+    async def is_refused(what: Callable[..., Coroutine[Any, Any, Any]], run_id: int) -> bool:
         try:
             await call(what, run_id)
         except RunNotReady:
@@ -270,11 +272,11 @@ def machine(
     return Protocol
 
 
-def written(claimed: list[tuple[int, int]]) -> dict[str, Any]:
+def token_values(claimed: list[tuple[int, int]]) -> dict[str, Any]:
     return {"ids": [run_id for run_id, _ in claimed], "tokens": [token for _, token in claimed]}
 
 
-def test_nothing_that_may_happen_breaks_the_protocol(address: str) -> None:
+def test_no_sequence_of_transitions_breaks_the_protocol_of_runs(address: str) -> None:
     with asyncio.Runner() as runner:
         context = engine_harness(address, declare(retries=1000))
         here = runner.run(context.__aenter__())

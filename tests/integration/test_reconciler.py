@@ -1,4 +1,4 @@
-"""What the reconciler reads, and what it leaves alone: a claim under way, and a run whose end could not be written."""
+"""Which runs the reconciler reads, and which it does not change: runs of a claim in progress, and ended runs."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,41 +32,41 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
         yield own
 
 
-async def looks(here: LocalInstance, many: int = 4) -> None:
-    """Wait until it has looked so often from now on."""
+async def wait_for_reads(here: LocalInstance, count: int = 4) -> None:
+    """Wait until the reconciler has read this many times from now on."""
     before = here.engine.reconciler.reads
-    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.reads >= before + many))
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.reads >= before + count))
 
 
-async def test_a_claim_that_takes_its_time_keeps_what_it_has_taken(
+async def test_the_reconciler_does_not_touch_runs_of_a_claim_in_progress(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claimant, gate, taken = here.engine.claimant, asyncio.Event(), asyncio.Event()
     genuine = claimant.claim
 
-    async def go_on_later(*given: Any) -> list[tuple[Any, ...]]:
+    async def return_later(*given: Any) -> list[tuple[Any, ...]]:
         rows = await genuine(*given)
         if rows:
             taken.set()
             await gate.wait()
         return rows
 
-    monkeypatch.setattr(claimant, "claim", go_on_later)
+    monkeypatch.setattr(claimant, "claim", return_later)
     run_id = await here.trigger("echo")
     await taken.wait()
-    await looks(here)
+    await wait_for_reads(here)
     assert await here.sql("SELECT state, token FROM runs WHERE id = %s", run_id) == [("running", 1)]
     gate.set()
     assert (await here.ended(run_id)).attempt == 1
     assert await here.sql("SELECT token FROM finished_runs WHERE id = %s", run_id) == [(1,)]
 
 
-async def test_a_run_that_ended_while_the_database_was_away_is_not_taken_for_one_that_hangs(
+async def test_a_run_that_ended_during_an_outage_is_not_rescued_as_overdue(
     own_postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = own_postgres.new_migrated_database()
     async with local_instance(address) as owner, local_instance(address) as other:
-        await owner.led()
+        await owner.wait_for_leader()
         other.running.context.lifecycle.draining.set()
         attempt = await owner.attempt(await owner.trigger("nap", {"seconds": 0.5}))
         writer = owner.engine.executor.writer
@@ -82,29 +82,29 @@ async def test_a_run_that_ended_while_the_database_was_away_is_not_taken_for_one
         await asyncio.wait([attempt.task])
         await asyncio.to_thread(own_postgres.start_again)
         with psycopg.connect(address) as back:
-            # As if it had been away for longer than the run's deadline and what is added to it.
+            # As if the outage had lasted beyond the deadline of the run and the grace period after it.
             back.execute("UPDATE flotilla.runs SET deadline_at = now() - interval '1 h'")
         for each in (owner, other):
-            await looks(each)
+            await wait_for_reads(each)
         gate.set()
         run = await owner.ended(attempt.run_id)
         assert (run.state, run.attempt) == ("succeeded", 1)
 
 
-async def test_a_lookout_that_fails_again_and_again_says_so(
+async def test_a_reconciler_that_fails_repeatedly_logs_a_warning(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await looks(here, 1)
+    await wait_for_reads(here, 1)
     broken = reconciler.READ_ALL.replace("clock_timestamp()", "'58028-01-01'::timestamptz")
     monkeypatch.setattr(reconciler, "READ_ALL", broken)
 
-    async def said() -> bool:
+    async def warned() -> bool:
         return any(each.levelname == "WARNING" and each.msg == "reconciler.failed" for each in caplog.records)
 
-    await soon(said)
+    await soon(warned)
 
 
-async def test_an_instance_reads_its_own_runs_and_not_those_of_others(address: str) -> None:
+async def test_an_instance_reads_only_the_running_runs_of_its_own(address: str) -> None:
     async with engine_harness(address, declare("one"), declare("two")) as here:
         instances = [await here.instance(f"i-{number}") for number in range(3)]
         for instance in instances:
@@ -118,7 +118,7 @@ async def test_an_instance_reads_its_own_runs_and_not_those_of_others(address: s
             "all_instances": False,
         }
         async with here.database.connection() as connection:
-            # So few rows are read from end to end otherwise.
+            # With so few rows, the planner would choose a sequential scan.
             await connection.execute("SET LOCAL enable_seqscan = off")
             explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + NAMESPACE.sql(READ_ALL)
             ((plan,),) = await (await connection.execute(explain, values)).fetchall()
@@ -132,19 +132,19 @@ def rows_of_runs(plan: dict[str, Any]) -> float:
     return own + sum(rows_of_runs(part) for part in plan.get("Plans", []))
 
 
-@pytest.mark.parametrize("many", [1, 2, 5])
-async def test_of_those_that_do_not_lead_one_at_a_time_looks_at_the_runs_of_all(many: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 5])
+async def test_one_follower_at_a_time_reads_the_runs_of_all_instances(count: int) -> None:
     clock = ServerClock()
     member: Any = SimpleNamespace(leading=False)
     each: Any = None
-    followers = [Reconciler(each, member, each, each, each, each, each, clock, each) for _ in range(many)]
+    followers = [Reconciler(each, member, each, each, each, each, each, clock, each) for _ in range(count)]
     turns = []
-    for number in range(4 * many):
+    for number in range(4 * count):
         clock.learn(datetime.fromtimestamp(1e9 + TURN * (number / 2), UTC), asyncio.get_running_loop().time())
         for place, follower in enumerate(followers):
-            follower._position = (place, many)
+            follower._position = (place, count)
         turns.append([place for place, follower in enumerate(followers) if follower._reads_all()])
     assert all(len(turn) == 1 for turn in turns)
-    assert {place for (place,) in turns} == set(range(many)), "each of them has its turn"
+    assert {place for (place,) in turns} == set(range(count)), "each of them has its turn"
     member.leading = True
     assert all(follower._reads_all() for follower in followers)

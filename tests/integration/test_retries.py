@@ -1,4 +1,4 @@
-"""A failed run waits as its action says, whoever gives it back."""
+"""The delay before a retry follows from the options of the action, whichever instance makes the run pending."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engi
 
 pytestmark = pytest.mark.anyio
 
-# After so many failures, about so long: twice as long each time, up to the longest.
+# The delay in seconds by the number of failures: twice as long each time, up to the maximum.
 WAITS = {1: 1, 2: 2, 3: 4, 4: 8, 5: 10, 500: 10}
-# One of its attempts was ended by the death of an instance, which is no failure.
+# One attempt of each run was ended by the death of an instance, which does not count as a failure.
 FAILED = """
 UPDATE runs
 SET attempt = 1 + (ARRAY[1, 2, 3, 4, 5, 500])[1 + id % 6], deaths = 1, deadline_at = now() - interval '1 h',
@@ -24,9 +24,9 @@ SELECT attempt - deaths, extract(epoch FROM run_at - clock_timestamp())::float8 
 
 
 async def give_back(here: EngineHarness, rows: list[tuple[int, int]]) -> None:
-    many = len(rows)
+    count = len(rows)
     values: dict[str, object] = {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]}
-    values |= {"pauses": [False] * many, "delays": [None] * many, "errors": ["torn"] * many}
+    values |= {"pauses": [False] * count, "delays": [None] * count, "errors": ["torn"] * count}
     async with here.database.autocommit() as connection:
         await connection.execute(NAMESPACE.sql(GIVE_BACK), values)
 
@@ -37,7 +37,7 @@ async def sweep(here: EngineHarness, _: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("by", [give_back, sweep], ids=["its-own-instance", "another-instance"])
-async def test_each_wait_is_twice_as_long_up_to_the_longest_and_none_is_like_another(address: str, by: object) -> None:
+async def test_retry_delays_double_up_to_the_maximum_and_all_differ(address: str, by: object) -> None:
     async with engine_harness(address, declare(retry_delay="1s", max_retry_delay="10s")) as here:
         await here.trigger(*[Order("tick")] * 120)
         await (await here.instance("one")).claim(200)
@@ -48,12 +48,12 @@ async def test_each_wait_is_twice_as_long_up_to_the_longest_and_none_is_like_ano
             waited.setdefault(failures, []).append(seconds)
         assert {failures: len(waits) for failures, waits in waited.items()} == dict.fromkeys(WAITS, 20)
         for failures, about in WAITS.items():
-            # Some of the time has passed already.
+            # Some of the delay has passed already.
             assert all(0.75 * about - 0.7 <= wait <= 1.25 * about for wait in waited[failures])
             assert len(set(waited[failures])) == 20
 
 
-async def test_a_wait_that_is_declared_anew_holds_from_the_next_failure_on(address: str) -> None:
+async def test_a_changed_retry_delay_applies_from_the_next_failure(address: str) -> None:
     async with engine_harness(address, declare(retry_delay="1s")) as here:
         await here.trigger(Order("tick"))
         await (await here.instance("one")).claim()

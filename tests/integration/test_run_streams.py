@@ -1,4 +1,4 @@
-"""What becomes of a run is numbered without gaps, whichever way it goes, and everyone who asks is told the same."""
+"""The events of a run are numbered without gaps, however the run ends, and all followers receive the same events."""
 
 import asyncio
 import re
@@ -32,7 +32,7 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
         yield own
 
 
-async def told(here: LocalInstance | EngineHarness, run_id: int, after: int = 0) -> list[StoredEvent]:
+async def read_events(here: LocalInstance | EngineHarness, run_id: int, after: int = 0) -> list[StoredEvent]:
     database = here.running.context.database if isinstance(here, LocalInstance) else here.database
     async with database.connection() as connection:
         events = (await read_pages(connection, NAMESPACE, {run_id: after}))[run_id].events
@@ -44,9 +44,9 @@ def states(events: list[StoredEvent]) -> list[tuple[str, int]]:
     return [(event.data["state"], event.data["attempt"]) for event in events if event.kind == "state"]
 
 
-async def test_a_run_that_goes_well_is_made_begins_and_ends_and_none_of_it_is_written(here: LocalInstance) -> None:
+async def test_the_events_of_a_successful_run_are_derived_from_its_row_alone(here: LocalInstance) -> None:
     run = await here.run("echo", {"a": 1})
-    events = await told(here, run.id)
+    events = await read_events(here, run.id)
     assert states(events) == [("pending", 0), ("running", 1), ("succeeded", 1)]
     assert [event.at for event in events] == [run.created_at, run.started_at, run.finished_at]
     assert events[1].data["instance"] == run.instance
@@ -54,9 +54,9 @@ async def test_a_run_that_goes_well_is_made_begins_and_ends_and_none_of_it_is_wr
     assert await here.sql("SELECT * FROM run_events") == []
 
 
-async def test_each_attempt_of_a_run_that_fails_is_told_with_why(here: LocalInstance) -> None:
+async def test_each_failed_attempt_of_a_run_is_an_event_with_its_error(here: LocalInstance) -> None:
     run = await here.run("fail")
-    events = await told(here, run.id)
+    events = await read_events(here, run.id)
     assert states(events) == [
         ("pending", 0),
         ("running", 1),
@@ -71,32 +71,32 @@ async def test_each_attempt_of_a_run_that_fails_is_told_with_why(here: LocalInst
     assert [event.at for event in events] == sorted(event.at for event in events)
 
 
-async def test_a_run_that_is_tried_again_on_request_goes_on_counting(here: LocalInstance) -> None:
+async def test_a_retry_on_request_continues_the_event_numbers_of_the_run(here: LocalInstance) -> None:
     run = await here.run("give-up")
-    before = await told(here, run.id)
+    before = await read_events(here, run.id)
     await here.running.client.post(f"/runs/{run.id}/retry")
     assert (await here.ended(run.id)).state == "failed"
-    after = await told(here, run.id)
+    after = await read_events(here, run.id)
     assert after[: len(before)] == before
     assert states(after[len(before) :]) == [("pending", 0), ("running", 1), ("failed", 1)]
 
 
-async def test_a_run_that_is_cancelled_while_it_waits_never_begins(here: LocalInstance) -> None:
+async def test_a_run_that_is_cancelled_while_pending_has_no_running_event(here: LocalInstance) -> None:
     await here.running.client.post("/actions/echo/pause")
     run_id = await here.trigger("echo")
     await here.running.client.post(f"/runs/{run_id}/cancel")
-    assert states(await told(here, run_id)) == [("pending", 0), ("cancelled", 0)]
+    assert states(await read_events(here, run_id)) == [("pending", 0), ("cancelled", 0)]
 
 
-async def test_what_it_says_stands_between_its_states(here: LocalInstance) -> None:
+async def test_emitted_events_are_between_the_changes_of_state(here: LocalInstance) -> None:
     run = await here.run("speak")
-    events = await told(here, run.id)
+    events = await read_events(here, run.id)
     assert [event.kind for event in events] == ["state", "state", "log", "progress", "noted", "state"]
     assert events[2].data == {"level": "info", "text": "hello"}
-    assert await told(here, run.id, after=3) == events[3:]
+    assert await read_events(here, run.id, after=3) == events[3:]
 
 
-async def test_a_death_is_told_and_the_dead_add_nothing(address: str) -> None:
+async def test_a_rescue_is_an_event_and_the_dead_instance_adds_no_event_after_it(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
         one, two = await here.instance("one"), await here.instance("two")
@@ -109,20 +109,20 @@ async def test_a_death_is_told_and_the_dead_add_nothing(address: str) -> None:
             late = Event(run_id, token, "late", None)
             assert await append(connection, NAMESPACE, [late]) == {(run_id, token)}
         await two.claim()
-        events = await told(here, run_id)
+        events = await read_events(here, run_id)
         assert [event.kind for event in events] == ["state", "state", "before", "state", "state"]
         assert states(events) == [("pending", 0), ("running", 1), ("pending", 1), ("running", 2)]
         assert [event.data["instance"] for event in (events[1], events[3], events[4])] == ["one", "one", "two"]
         assert "died" in events[3].data["error"]
 
 
-async def test_everyone_who_follows_is_told_the_same_and_the_database_is_asked_once(here: LocalInstance) -> None:
+async def test_all_followers_of_a_run_receive_the_same_events_from_shared_reads(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run_id = await here.trigger("chatter", {"count": 50, "pause": 0.02})
     everything: list[list[StoredEvent]] = await asyncio.gather(*(collect(here, run_id) for _ in range(50)))
     assert len(everything[0]) == 53
     assert all(each == everything[0] for each in everything)
-    # One question for each who comes, and then one for all of them.
+    # One read for each new follower, and then shared reads for all of them.
     assert hub.reader.reads < 50 + 120
     assert hub.followed == 0
 
@@ -137,30 +137,30 @@ async def collect(
     return events
 
 
-async def test_who_comes_when_somebody_follows_already_asks_nothing(here: LocalInstance) -> None:
+async def test_a_new_follower_of_a_followed_run_needs_no_read_of_its_own(here: LocalInstance) -> None:
     hub = here.running.context.stream.hub
     run_id = await here.trigger("nap", {"seconds": 30})
     async with hub.follow(run_id) as first:
         while first.seq < 2:
             await first.more()
         page = hub.reader.event_pages
-        asked: list[dict[int, int]] = []
+        requests: list[dict[int, int]] = []
 
-        async def counted(wanted: dict[int, int]) -> Any:
-            asked.append(dict(wanted))
-            return await page(wanted)
+        async def counted(request: dict[int, int]) -> Any:
+            requests.append(dict(request))
+            return await page(request)
 
         hub.reader.event_pages = counted  # type: ignore[method-assign,assignment]
         for after in (0, 1, 2):
             async with hub.follow(run_id, after) as late:
                 known = await late.more(0.01)
                 assert [event.seq for event in known] == list(range(after + 1, 3))
-        # Those that the reader asks for all who follow.
-        assert all(wanted == {run_id: 2} for wanted in asked)
+        # The only reads are those that the hub makes for all followers.
+        assert all(request == {run_id: 2} for request in requests)
     await here.running.client.post(f"/runs/{run_id}/cancel")
 
 
-async def test_who_comes_late_reads_from_the_database_what_is_not_kept_any_more(
+async def test_a_late_follower_reads_events_that_left_memory_from_the_database(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.channel.MAX_ITEMS", 10)
@@ -172,7 +172,7 @@ async def test_who_comes_late_reads_from_the_database_what_is_not_kept_any_more(
         assert [event.seq for event in await collect(here, run_id, 690)] == list(range(691, 704))
 
 
-async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_nothing(
+async def test_a_client_that_reads_too_slowly_must_reconnect_and_misses_no_event(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.channel.MAX_ITEMS", 10)
@@ -181,21 +181,21 @@ async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_no
     hub = here.running.context.stream.hub
     async with hub.follow(run_id) as slow, hub.follow(run_id) as quick:
         chunks = run_chunks(slow, run_id, Age(here.running.context))
-        said = b""
+        output = b""
         while slow.seq < 2:
-            said += await anext(chunks)
-        # It has everything, and waits for more; that comes, and then a lot while nobody takes it.
+            output += await anext(chunks)
+        # The client has read everything and waits. One event arrives, then many that the client does not read.
         waiting = asyncio.ensure_future(anext(chunks))
         await attempt.emit("first")
-        said += await waiting
+        output += await waiting
         for number in range(100):
             await attempt.emit("said", number)
         while quick.seq < 103:
             await quick.more()
-        said += b"".join([chunk async for chunk in chunks])
-    assert said.rstrip().splitlines()[-1].startswith(b"retry: ")
-    assert b": this client reads too slowly: reconnect" in said
-    seen = int(said.split(b"id: ")[-1].split()[0])
+        output += b"".join([chunk async for chunk in chunks])
+    assert output.rstrip().splitlines()[-1].startswith(b"retry: ")
+    assert b": this client reads too slowly: reconnect" in output
+    seen = int(output.split(b"id: ")[-1].split()[0])
     assert 3 < seen <= 103
     await here.running.client.post(f"/runs/{run_id}/cancel")
     rest = await here.running.client.get(f"/runs/{run_id}/events", headers={"Last-Event-ID": str(seen)})
@@ -204,24 +204,24 @@ async def test_who_takes_less_than_what_comes_is_told_to_come_back_and_misses_no
     ]
 
 
-async def test_heavy_events_are_read_a_few_at_a_time_and_not_kept(here: LocalInstance) -> None:
+async def test_large_events_are_read_a_few_at_a_time_and_not_kept_in_memory(here: LocalInstance) -> None:
     run_id = await here.trigger("chatter", {"count": 60, "pause": 0.0, "padding": 60_000})
     hub = here.running.context.stream.hub
     async with hub.follow(run_id) as follower:
-        most = 0
+        max_weight = 0
         while not follower.ended:
             events = await follower.more()
-            most = max(most, sum(event.weight for event in events))
+            max_weight = max(max_weight, sum(event.weight for event in events))
             assert sum(event.weight for event in hub._runs[run_id].items) <= MAX_WEIGHT + MAX_EVENT
         assert follower.seq == 63
-    assert most <= MAX_WEIGHT + MAX_EVENT
+    assert max_weight <= MAX_WEIGHT + MAX_EVENT
     page = (await hub.reader.event_pages({run_id: 0}))[run_id]
     assert sum(len(event.text or "") for event in page.events) <= PAGE_BYTES + MAX_EVENT
     assert page.total == 63
     assert [event.seq for event in page.events] == list(range(1, len(page.events) + 1))
 
 
-async def test_who_catches_up_while_the_database_is_away_waits_for_it(
+async def test_a_follower_that_catches_up_waits_through_an_outage_of_the_database(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.channel.MAX_ITEMS", 10)
@@ -239,36 +239,36 @@ async def test_who_catches_up_while_the_database_is_away_waits_for_it(
             return await genuine(*given)
 
         monkeypatch.setattr(hub.reader, "event_pages", broken)
-        said = b"".join([chunk async for chunk in run_chunks(late, run_id, Age(here.running.context))])
+        output = b"".join([chunk async for chunk in run_chunks(late, run_id, Age(here.running.context))])
     assert not away
-    ids = [message.id for message in messages(said.decode().splitlines()) if message.id]
+    ids = [message.id for message in messages(output.decode().splitlines()) if message.id]
     assert ids == [str(seq) for seq in range(1, 104)]
-    assert said.endswith(b'event: done\ndata: {"run":%d}\n\n' % run_id)
+    assert output.endswith(b'event: done\ndata: {"run":%d}\n\n' % run_id)
 
 
-async def test_who_cannot_send_the_header_names_the_last_event_in_the_address(here: LocalInstance) -> None:
+async def test_the_query_parameter_after_can_replace_the_last_event_id_header(here: LocalInstance) -> None:
     run = await here.run("speak")
     client, path = here.running.client, f"/runs/{run.id}/events?after=2"
     answer = await client.get(path)
     assert [message.id for message in messages(answer.text.splitlines()) if message.id] == ["3", "4", "5", "6"]
-    # A browser that comes back by itself sends the newer one.
+    # A browser that reconnects by itself sends the newer number in the header.
     answer = await client.get(path, headers={"Last-Event-ID": "4"})
     assert [message.id for message in messages(answer.text.splitlines()) if message.id] == ["5", "6"]
     is_problem(await client.get(f"/runs/{run.id}/events?after=x"), "bad-request")
 
 
-async def test_a_stream_that_is_old_ends_with_when_to_come_back(address: str) -> None:
+async def test_a_stream_beyond_its_maximum_age_ends_with_a_reconnection_delay(address: str) -> None:
     async with local_instance(address, stream_age=0.2) as here:
         run_id = await here.trigger("nap", {"seconds": 30})
         answer = await here.running.client.get(f"/runs/{run_id}/events")
-        told = list(messages(answer.text.splitlines()))
-        assert [message.event for message in told] == ["state", "state", "message"][: len(told)]
-        assert told[-1].retry is not None
-        assert 500 <= told[-1].retry <= 3000
+        received = list(messages(answer.text.splitlines()))
+        assert [message.event for message in received] == ["state", "state", "message"][: len(received)]
+        assert received[-1].retry is not None
+        assert 500 <= received[-1].retry <= 3000
         await here.running.client.post(f"/runs/{run_id}/cancel")
 
 
-async def test_who_waits_for_long_leaves_nothing_behind(here: LocalInstance) -> None:
+async def test_a_follower_whose_waits_time_out_leaves_no_waiter_behind(here: LocalInstance) -> None:
     run_id = await here.trigger("nap", {"seconds": 600})
     async with here.running.context.stream.hub.follow(run_id) as follower:
         while follower.seq < 2:
@@ -279,7 +279,7 @@ async def test_who_waits_for_long_leaves_nothing_behind(here: LocalInstance) -> 
     await here.running.client.post(f"/runs/{run_id}/cancel")
 
 
-async def test_a_run_that_is_forgotten_meanwhile_ends_its_streams(here: LocalInstance) -> None:
+async def test_the_streams_of_a_run_end_when_the_run_is_deleted(here: LocalInstance) -> None:
     await here.running.client.post("/actions/echo/pause")
     run_id = await here.trigger("echo")
     async with here.running.context.stream.hub.follow(run_id) as follower:
@@ -289,17 +289,17 @@ async def test_a_run_that_is_forgotten_meanwhile_ends_its_streams(here: LocalIns
         assert follower.pruned
 
 
-async def test_nobody_is_notified_of_events_that_nobody_follows(here: LocalInstance) -> None:
+async def test_events_are_notified_only_for_followed_runs_and_not_one_by_one(here: LocalInstance) -> None:
     relay = here.running.context.stream.relay
     await here.run("chatter", {"count": 20, "pause": 0.01})
     assert relay.sent == 0
     run_id = await here.trigger("chatter", {"count": 300, "pause": 0.001})
     began = time.monotonic()
     assert len(await collect(here, run_id)) == 303
-    assert 0 < relay.sent < (time.monotonic() - began) / SPACING + 5, "not one for each event"
+    assert 0 < relay.sent < (time.monotonic() - began) / SPACING + 5, "fewer notifications than events"
 
 
-async def test_without_any_poll_everything_comes_with_the_notifications(
+async def test_without_polls_all_events_arrive_with_notifications(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.hub.POLL_INTERVAL", 1e6)
@@ -310,7 +310,7 @@ async def test_without_any_poll_everything_comes_with_the_notifications(
         assert len(await collect(here, run_id)) == 23
 
 
-async def test_without_any_notification_everything_comes_with_the_poll(
+async def test_without_notifications_all_events_arrive_with_polls(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(here.running.context.stream.relay, "notify", lambda *_: None)
@@ -319,7 +319,9 @@ async def test_without_any_notification_everything_comes_with_the_poll(
     assert states(await collect(here, run_id))[-1] == ("succeeded", 1)
 
 
-async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_followed_runs_are_read_again_after_the_link_was_lost(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.fleet.stream.hub.POLL_INTERVAL", 1e6)
     async with local_instance(address) as here:
         monkeypatch.setattr(here.running.context.stream.relay, "notify", lambda *_: None)
@@ -328,7 +330,7 @@ async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, m
         await here.attempt(run_id)
         events: list[StoredEvent] = []
         reading = asyncio.create_task(collect(here, run_id, events=events))
-        await soon(lambda: came(events, 2))
+        await soon(lambda: has_received(events, 2))
         await cancel(here, run_id)
         await here.ended(run_id)
         assert not reading.done()
@@ -339,11 +341,11 @@ async def test_a_link_that_is_back_reads_what_it_may_have_missed(address: str, m
         assert states(await reading)[-1] == ("cancelled", 1)
 
 
-async def came(events: list[StoredEvent], count: int) -> bool:
+async def has_received(events: list[StoredEvent], count: int) -> bool:
     return len(events) >= count
 
 
-async def test_a_code_that_waits_for_a_result_gets_it(here: LocalInstance) -> None:
+async def test_an_action_that_waits_for_the_result_of_a_run_receives_it(here: LocalInstance) -> None:
     run = await here.run("ask-another", {"of": "echo"})
     assert run.result == {"said": {"x": 1}}
     run = await here.run("ask-another", {"of": "give-up"})
@@ -363,7 +365,7 @@ async def test_a_code_that_waits_for_a_result_gets_it(here: LocalInstance) -> No
         ("/runs/{id}/events", "999", "bad-request"),
     ],
 )
-async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
+async def test_an_invalid_request_for_a_stream_is_refused_before_the_stream_begins(
     here: LocalInstance, path: str, last: str | None, slug: str
 ) -> None:
     run = await here.run("noop")
@@ -371,7 +373,7 @@ async def test_a_stream_that_cannot_be_is_refused_before_it_begins(
     is_problem(await here.running.client.get(path.format(id=run.id), headers=headers), slug)
 
 
-async def test_no_more_streams_than_there_are_places(address: str) -> None:
+async def test_the_number_of_open_streams_of_an_instance_is_limited(address: str) -> None:
     async with local_instance(address, streams=3) as here:
         run_id = await here.trigger("nap", {"seconds": 600})
         url = f"/runs/{run_id}/events"
@@ -386,7 +388,7 @@ async def test_no_more_streams_than_there_are_places(address: str) -> None:
         assert here.running.context.open_streams.total() == 0
 
 
-async def test_a_key_has_no_more_streams_than_its_share(address: str) -> None:
+async def test_the_number_of_open_streams_of_an_api_key_is_limited(address: str) -> None:
     (one, first_line), (other, second_line) = make_key("one", "read"), make_key("other", "read")
     async with local_instance(address, streams_per_key=2, api_keys=f"{first_line},{second_line}") as here:
         run_id = await here.trigger("nap", {"seconds": 600})
@@ -410,14 +412,14 @@ async def cancel(here: LocalInstance, run_id: int) -> None:
         await cancel_run(connection, database.namespace, run_id)
 
 
-async def test_what_an_action_may_not_emit_is_refused_and_the_run_goes_on(here: LocalInstance) -> None:
+async def test_an_invalid_event_is_refused_and_the_run_continues(here: LocalInstance) -> None:
     run = await here.run("emit-badly")
     assert run.state == "succeeded"
     assert len(run.result) == 6
-    assert [event.kind for event in await told(here, run.id)] == ["state", "state", "still-here", "state"]
+    assert [event.kind for event in await read_events(here, run.id)] == ["state", "state", "still-here", "state"]
 
 
-async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
+async def test_a_follower_that_is_cancelled_during_a_read_loses_no_connection(
     here: LocalInstance, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, database = here.running.context.stream.hub, here.running.context.database
@@ -437,16 +439,12 @@ async def test_a_follower_that_leaves_while_it_reads_costs_no_connection(
     page = hub.reader.older_events(17)
     reading = asyncio.ensure_future(page(0))
     await soon(reads)
-    # As the framework does it to a stream whose client left: again each time the event loop goes round.
+    # The framework cancels the stream of a client that has left in the same way: in each iteration of the event loop.
     while not reading.done():
         reading.cancel()
         await asyncio.sleep(0)
     assert reading.cancelled()
-    # What was under way ends by itself, and the next one reads after it.
+    # The read in progress ends by itself, and the next read follows it.
     assert await asyncio.wait_for(page(0), 60) == []
     assert pids[0] in {pid for (pid,) in await here.sql("SELECT pid FROM pg_stat_activity")}
     assert [record for record in caplog.records if record.name.startswith("psycopg")] == []
-
-
-def told_of(events: list[StoredEvent]) -> list[tuple[int, str]]:
-    return [(event.seq, event.data["state"] if event.kind == "state" else event.kind) for event in events]

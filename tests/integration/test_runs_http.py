@@ -1,4 +1,4 @@
-"""Runs over HTTP: many at once or none, page by page, one by one, and what an operator may do to them."""
+"""Runs over HTTP: batches, single runs, pages, cancellations and retries."""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ from app.fleet.engine.execute.attempt import Ending
 from app.fleet.runs import retry
 from app.fleet.runs.read import pages, records
 from app.fleet.runs.read.records import RunRecord
-from tests.integration.test_actions_http import RUN, get, post, runs_there_are
+from tests.integration.test_actions_http import RUN, count_runs, get, post
 from tests.integration.test_edge import is_problem
 from tests.support.runs import LocalInstance, local_instance, soon
 
@@ -34,7 +34,7 @@ async def ids(here: LocalInstance, query: str) -> list[int]:
     return [run["id"] for run in (await get(here, f"/runs?{query}"))["items"]]
 
 
-# -- many at once -----------------------------------------------------------------------------------------------------
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_batch_is_answered_with_its_runs_in_the_same_order(here: LocalInstance) -> None:
@@ -52,25 +52,25 @@ async def test_a_batch_is_answered_with_its_runs_in_the_same_order(here: LocalIn
     assert [(await here.ended(run["id"])).state for run in made] == ["succeeded"] * 4
 
 
-async def test_a_thousand_at_once_are_all_there_and_one_more_are_refused_whole(here: LocalInstance) -> None:
+async def test_a_batch_of_a_thousand_runs_is_accepted_and_a_larger_one_refused_completely(here: LocalInstance) -> None:
     await post(here, "/actions/noop/pause", status=200)
     orders = [{"action": "noop"}] * 1000
     made = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
-    assert len({run["id"] for run in made}) == 1000 == await runs_there_are(here)
+    assert len({run["id"] for run in made}) == 1000 == await count_runs(here)
     for refused in ([*orders, {"action": "noop"}], []):
         problem = is_problem(await post(here, "/runs:batch", {"runs": refused}), "invalid")
         assert [each["field"] for each in problem["errors"]] == ["runs"]  # type: ignore[attr-defined]
-    assert await runs_there_are(here) == 1000
+    assert await count_runs(here) == 1000
 
 
-async def test_a_batch_over_the_body_limit_is_refused_whole(address: str) -> None:
+async def test_a_batch_over_the_body_limit_is_refused_completely(address: str) -> None:
     async with local_instance(address, max_body=2048) as here:
         orders = [{"action": "echo", "payload": {"text": "x" * 100}}] * 20
         is_problem(await post(here, "/runs:batch", {"runs": orders}), "payload-too-large")
-        assert await runs_there_are(here) == 0
+        assert await count_runs(here) == 0
 
 
-async def test_one_wrong_run_refuses_the_batch_and_each_wrong_field_is_named_with_its_place(
+async def test_one_invalid_run_refuses_the_batch_and_each_invalid_field_is_named_with_its_index(
     here: LocalInstance,
 ) -> None:
     good = {"action": "weigh", "payload": {"weight": 1}}
@@ -87,35 +87,35 @@ async def test_one_wrong_run_refuses_the_batch_and_each_wrong_field_is_named_wit
         assert [each["field"] for each in problem["errors"]] == [f"runs.1.{field}"]  # type: ignore[attr-defined]
     problem = is_problem(await post(here, "/runs:batch", {"runs": [{}]}), "invalid")
     assert [each["field"] for each in problem["errors"]] == ["runs.0.action"]  # type: ignore[attr-defined]
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
-async def test_an_unknown_action_refuses_the_batch_and_is_named_with_its_place(here: LocalInstance) -> None:
+async def test_an_unknown_action_refuses_the_batch_and_is_named_with_its_index(here: LocalInstance) -> None:
     orders = [{"action": "noop"}, {"action": "none-such"}, {"action": "weigh", "payload": {}}]
     problem = is_problem(await post(here, "/runs:batch", {"runs": orders}), "not-found")
     assert problem["errors"] == [{"field": "runs.1.action", "message": "there is no action 'none-such'"}]
-    assert await runs_there_are(here) == 0
+    assert await count_runs(here) == 0
 
 
-async def test_an_action_that_runs_alone_refuses_the_batch_while_it_is_active(here: LocalInstance) -> None:
+async def test_an_active_run_of_an_action_with_overlap_skip_refuses_the_batch(here: LocalInstance) -> None:
     active = await here.trigger("alone", {"seconds": 60})
-    before = await runs_there_are(here)
+    before = await count_runs(here)
     problem = is_problem(
         await post(here, "/runs:batch", {"runs": [{"action": "noop"}, {"action": "alone"}]}), "conflict"
     )
     assert problem["run"] == active
-    assert await runs_there_are(here) == before
+    assert await count_runs(here) == before
     await post(here, f"/runs/{active}/cancel", status=200)
 
 
-async def test_a_key_that_stands_in_a_batch_twice_is_one_run(here: LocalInstance) -> None:
+async def test_two_orders_of_a_batch_with_the_same_key_are_one_run(here: LocalInstance) -> None:
     orders = [{"action": "noop", "key": "k"}, {"action": "echo", "key": "k"}, {"action": "noop", "key": "k"}]
     first, second, third = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
     assert first == third
     assert first["id"] != second["id"]
 
 
-async def test_a_batch_whose_keys_have_all_made_runs_is_those_runs_as_they_are_now(here: LocalInstance) -> None:
+async def test_a_batch_whose_keys_all_have_runs_returns_these_runs_in_their_present_state(here: LocalInstance) -> None:
     orders = [{"action": "echo", "payload": {"n": n}, "key": f"k{n}"} for n in range(3)]
     made = (await post(here, "/runs:batch", {"runs": orders}, 202)).json()["runs"]
     for run in made:
@@ -126,7 +126,7 @@ async def test_a_batch_whose_keys_have_all_made_runs_is_those_runs_as_they_are_n
     await post(here, "/runs:batch", {"runs": [*orders, {"action": "noop"}]}, 202)
 
 
-async def test_a_batch_is_one_statement_however_many_runs_it_has(
+async def test_a_batch_is_inserted_with_one_statement_whatever_its_size(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await post(here, "/actions/noop/pause", status=200)
@@ -144,10 +144,10 @@ async def test_a_batch_is_one_statement_however_many_runs_it_has(
     assert len(inserts) == 1
 
 
-# -- seeing them ------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_run_is_shown_with_the_promised_fields_and_no_others(here: LocalInstance) -> None:
+async def test_a_run_has_the_documented_fields_and_no_others(here: LocalInstance) -> None:
     ended = await here.run("weigh", {"weight": 3})
     run = await get(here, f"/runs/{ended.id}")
     assert set(run) == RUN
@@ -156,14 +156,14 @@ async def test_a_run_is_shown_with_the_promised_fields_and_no_others(here: Local
     assert run["created_at"] <= run["started_at"] <= run["finished_at"]
 
 
-async def test_a_failed_run_says_why(here: LocalInstance) -> None:
+async def test_a_failed_run_shows_its_error(here: LocalInstance) -> None:
     ended = await here.run("give-up")
     run = await get(here, f"/runs/{ended.id}")
     assert run["state"] == "failed"
     assert "there is no such parcel" in run["error"]
 
 
-async def test_an_id_that_is_none_is_400_and_one_that_nobody_has_is_404(here: LocalInstance) -> None:
+async def test_a_malformed_run_id_is_400_and_an_unknown_one_404(here: LocalInstance) -> None:
     for path in ("/runs/{}", "/runs/{}/cancel", "/runs/{}/retry"):
         method = "GET" if path == "/runs/{}" else "POST"
         for malformed in ("x", "-1", "1.0", "0x1", "%D9%A1", "1%20", "1e3"):
@@ -172,7 +172,7 @@ async def test_an_id_that_is_none_is_400_and_one_that_nobody_has_is_404(here: Lo
             is_problem(await here.running.client.request(method, path.format(unknown)), "not-found")
 
 
-async def test_pages_go_from_the_newest_to_the_oldest_without_repeating_or_leaving_out(here: LocalInstance) -> None:
+async def test_pages_list_each_run_once_from_the_newest_to_the_oldest(here: LocalInstance) -> None:
     await post(here, "/actions/echo/pause", status=200)
     made = [(await here.run("noop")).id if n % 2 else await here.trigger("echo") for n in range(7)]
     seen: list[int] = []
@@ -197,11 +197,11 @@ async def test_the_last_page_has_no_cursor_even_if_it_is_full(here: LocalInstanc
     assert (await get(here, f"/runs?limit=2&cursor={first['next_cursor']}"))["next_cursor"] is None
 
 
-async def test_no_runs_are_an_empty_page(here: LocalInstance) -> None:
+async def test_without_runs_the_page_is_empty(here: LocalInstance) -> None:
     assert await get(here, "/runs") == {"items": [], "next_cursor": None}
 
 
-async def test_runs_are_found_by_action_and_by_state(here: LocalInstance) -> None:
+async def test_runs_can_be_filtered_by_action_and_state(here: LocalInstance) -> None:
     good, bad = (await here.run("noop")).id, (await here.run("give-up")).id
     await post(here, "/actions/noop/pause", status=200)
     waiting = await here.trigger("noop")
@@ -217,7 +217,7 @@ async def test_runs_are_found_by_action_and_by_state(here: LocalInstance) -> Non
     assert await ids(here, "action=echo") == []
 
 
-async def test_a_page_has_fifty_runs_unless_asked_for_and_never_more_than_five_hundred(here: LocalInstance) -> None:
+async def test_a_page_has_fifty_runs_by_default_and_at_most_five_hundred(here: LocalInstance) -> None:
     await post(here, "/actions/noop/pause", status=200)
     await post(here, "/runs:batch", {"runs": [{"action": "noop"}] * 501}, 202)
     assert len(await ids(here, "")) == 50
@@ -227,7 +227,7 @@ async def test_a_page_has_fifty_runs_unless_asked_for_and_never_more_than_five_h
         assert [each["field"] for each in problem["errors"]] == ["query.limit"]  # type: ignore[attr-defined]
 
 
-async def test_what_cannot_be_listed_is_refused(here: LocalInstance) -> None:
+async def test_invalid_filters_and_cursors_are_refused(here: LocalInstance) -> None:
     for state in ("done", "pending,done", "", "PENDING"):
         problem = is_problem(await here.running.client.get(f"/runs?state={state}"), "invalid")
         assert [each["field"] for each in problem["errors"]] == ["query.state"]  # type: ignore[attr-defined]
@@ -237,8 +237,8 @@ async def test_what_cannot_be_listed_is_refused(here: LocalInstance) -> None:
         is_problem(await here.running.client.get(f"/runs?cursor={cursor}"), "bad-request")
 
 
-async def test_runs_that_went_wrong_are_found_by_their_index(here: LocalInstance) -> None:
-    """One failure in a long history of a busy action: reading the history back to it would take seconds."""
+async def test_failed_runs_are_found_by_an_index(here: LocalInstance) -> None:
+    """There is one failure in the long history of a busy action, and a scan of this history would take seconds."""
     await here.sql(
         """
         INSERT INTO finished_runs (id, action_id, state, priority, run_at, token, attempt, max_attempts, trigger,
@@ -260,10 +260,10 @@ async def test_runs_that_went_wrong_are_found_by_their_index(here: LocalInstance
         assert (await read.fetchone() or (0,))[0] < 1000
 
 
-# -- cancelling and trying again --------------------------------------------------------------------------------------
+# -- cancellations and retries ----------------------------------------------------------------------------------------
 
 
-async def test_a_run_that_waits_is_cancelled_at_once(here: LocalInstance) -> None:
+async def test_a_pending_run_is_cancelled_at_once(here: LocalInstance) -> None:
     await post(here, "/actions/noop/pause", status=200)
     waiting = await here.trigger("noop")
     run = (await post(here, f"/runs/{waiting}/cancel", status=200)).json()
@@ -271,7 +271,7 @@ async def test_a_run_that_waits_is_cancelled_at_once(here: LocalInstance) -> Non
     assert run == await get(here, f"/runs/{waiting}")
 
 
-async def test_a_run_that_runs_is_told(here: LocalInstance) -> None:
+async def test_cancelling_a_running_run_ends_its_attempt(here: LocalInstance) -> None:
     running = await here.trigger("nap", {"seconds": 60})
     await here.until(running, "running")
     run = (await post(here, f"/runs/{running}/cancel", status=200)).json()
@@ -279,23 +279,23 @@ async def test_a_run_that_runs_is_told(here: LocalInstance) -> None:
     assert (await here.ended(running)).state == "cancelled"
 
 
-async def test_what_has_ended_cannot_be_cancelled(here: LocalInstance) -> None:
+async def test_a_run_that_has_ended_cannot_be_cancelled(here: LocalInstance) -> None:
     ended = await here.run("noop")
     problem = is_problem(await post(here, f"/runs/{ended.id}/cancel"), "conflict")
     assert "succeeded" in str(problem["detail"])
 
 
-async def test_what_failed_is_tried_again_as_the_same_run(here: LocalInstance) -> None:
+async def test_a_failed_run_is_retried_with_the_same_id(here: LocalInstance) -> None:
     failed = await here.run("give-up")
     run = (await post(here, f"/runs/{failed.id}/retry", status=200)).json()
     assert (run["id"], run["state"], run["attempt"]) == (failed.id, "pending", 0)
     assert (await here.ended(failed.id)).state == "failed"
 
 
-async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
+async def test_a_run_that_fails_during_the_request_is_retried(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs while the retry looks for it among those that ended, and has ended before the answer is read."""
+    """The run is running when the retry reads the finished runs, and has ended before the retry reads the response."""
     run_id, genuine = await here.trigger("nap", {"seconds": 3600}), records.find
     await here.attempt(run_id)
 
@@ -312,28 +312,28 @@ async def test_a_retry_of_a_run_that_fails_at_this_moment_is_a_retry(
     assert (retried["id"], retried["state"], retried["attempt"]) == (run_id, "pending", 0)
 
 
-async def test_a_cancellation_holds_no_lock_while_its_answer_is_read(
+async def test_a_cancellation_holds_no_row_lock_while_its_response_is_read(
     here: LocalInstance, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id, genuine = await here.trigger("nap", {"seconds": 3600}), records.find
     await here.attempt(run_id)
 
-    async def look(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
+    async def find(connection: Connection, namespace: Namespace, identifier: int) -> RunRecord:
         with psycopg.connect(address) as other:
             other.execute("SELECT FROM flotilla.runs WHERE id = %s FOR UPDATE NOWAIT", [identifier])
         return await genuine(connection, namespace, identifier)
 
-    monkeypatch.setattr(records, "find", look)
+    monkeypatch.setattr(records, "find", find)
     await post(here, f"/runs/{run_id}/cancel", status=200)
 
 
-async def test_what_succeeded_is_not_tried_again(here: LocalInstance) -> None:
+async def test_a_succeeded_run_cannot_be_retried(here: LocalInstance) -> None:
     ended = await here.run("noop")
     problem = is_problem(await post(here, f"/runs/{ended.id}/retry"), "conflict")
     assert "succeeded" in str(problem["detail"])
 
 
-async def test_all_that_failed_within_some_time_is_tried_again_and_nothing_else(here: LocalInstance) -> None:
+async def test_a_retry_of_many_runs_retries_only_failed_runs_within_the_given_time(here: LocalInstance) -> None:
     failed = [(await here.run("give-up")).id for _ in range(4)]
     (cancelled,) = [await here.trigger("noop", run_at=FAR)]
     await post(here, f"/runs/{cancelled}/cancel", status=200)
@@ -345,9 +345,9 @@ async def test_all_that_failed_within_some_time_is_tried_again_and_nothing_else(
     assert again == {"retried": 2, "more": True}
     again = (await post(here, "/runs:retry", {"action": "give-up", "since": 7200}, 200)).json()
     assert again == {"retried": 1, "more": False}
-    states = {run.id: (run.state, run.attempt) for run in [await here.look(each) for each in failed]}
+    states = {run.id: (run.state, run.attempt) for run in [await here.read(each) for each in failed]}
     assert states == dict.fromkeys(failed[1:], ("pending", 0)) | {failed[0]: ("failed", 1)}
-    assert [(await here.look(each)).state for each in (cancelled, other.id, good.id)] == [
+    assert [(await here.read(each)).state for each in (cancelled, other.id, good.id)] == [
         "cancelled",
         "failed",
         "succeeded",
@@ -360,7 +360,7 @@ async def test_all_that_failed_within_some_time_is_tried_again_and_nothing_else(
     assert (await here.ended(cancelled)).state == "succeeded"
 
 
-async def test_what_fails_again_meanwhile_is_not_tried_again_by_the_same_request(
+async def test_a_run_that_fails_again_is_not_retried_twice_by_the_same_request(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = [(await here.run("give-up")).id for _ in range(3)]
@@ -371,7 +371,7 @@ async def test_what_fails_again_meanwhile_is_not_tried_again_by_the_same_request
         assert (await here.ended(run_id)).state == "failed"
 
 
-async def test_two_who_retry_at_the_same_moment_retry_each_run_once(here: LocalInstance) -> None:
+async def test_concurrent_requests_retry_each_run_only_once(here: LocalInstance) -> None:
     await here.trigger_all([Order("give-up")] * 50)
 
     async def all_failed() -> bool:
@@ -379,18 +379,18 @@ async def test_two_who_retry_at_the_same_moment_retry_each_run_once(here: LocalI
 
     await soon(all_failed)
     await post(here, "/actions/give-up/pause", status=200)
-    asked = [post(here, "/runs:retry", {"action": "give-up"}, 200) for _ in range(4)]
-    assert sum(answer.json()["retried"] for answer in await asyncio.gather(*asked)) == 50
+    requests = [post(here, "/runs:retry", {"action": "give-up"}, 200) for _ in range(4)]
+    assert sum(answer.json()["retried"] for answer in await asyncio.gather(*requests)) == 50
 
 
-async def test_of_an_action_that_runs_alone_one_run_is_tried_again(here: LocalInstance) -> None:
+async def test_a_retry_of_many_runs_retries_one_run_of_an_action_with_overlap_skip(here: LocalInstance) -> None:
     await post(here, "/actions/alone/pause", status=200)
     ended = []
     for _ in range(3):
         ended.append(await here.trigger("alone"))
         await post(here, f"/runs/{ended[-1]}/cancel", status=200)
-    wanted = {"action": "alone", "state": ["cancelled"]}
-    assert (await post(here, "/runs:retry", wanted, 200)).json() == {"retried": 1, "more": False, "left_out": 2}
+    body = {"action": "alone", "state": ["cancelled"]}
+    assert (await post(here, "/runs:retry", body, 200)).json() == {"retried": 1, "more": False, "left_out": 2}
     problem = is_problem(await post(here, f"/runs/{ended[1]}/retry"), "conflict")
     assert problem["run"] == ended[0]
 
@@ -409,7 +409,7 @@ async def test_of_an_action_that_runs_alone_one_run_is_tried_again(here: LocalIn
         ({"action": "noop", "ids": [1]}, "invalid", "ids"),
     ],
 )
-async def test_a_retry_of_many_that_cannot_be_is_refused(
+async def test_an_invalid_retry_of_many_runs_is_refused(
     here: LocalInstance, body: dict[str, Any], kind: str, field: str | None
 ) -> None:
     problem = is_problem(await post(here, "/runs:retry", body), kind)

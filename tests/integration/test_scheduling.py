@@ -1,4 +1,4 @@
-"""A slot that is due becomes one run, however many look at once; a schedule's options say what becomes of others."""
+"""A due slot becomes one run, whatever the number of schedulers; options decide about missed and overlapping slots."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -23,12 +23,12 @@ POSTGRES_VERSIONS = (18, 16)
 # -- once for each slot -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("many", [2, 5, 10])
-async def test_of_many_schedulers_one_makes_the_run(address: str, many: int) -> None:
-    """A thousand rounds together with the processes in tests/instances; here each statement really overlaps."""
+@pytest.mark.parametrize("count", [2, 5, 10])
+async def test_of_many_schedulers_only_one_inserts_the_run_of_a_slot(address: str, count: int) -> None:
+    """Together with the processes in `tests/instances` these are a thousand rounds; here, all statements overlap."""
     rounds = 60
     async with engine_harness(address, declare(every="1h")) as here:
-        schedulers = [await here.scheduler() for _ in range(many)]
+        schedulers = [await here.scheduler() for _ in range(count)]
         slots = []
         for _ in range(rounds):
             slots.append(await here.due())
@@ -37,27 +37,27 @@ async def test_of_many_schedulers_one_makes_the_run(address: str, many: int) -> 
         assert sum(scheduler.scheduled for scheduler in schedulers) == rounds
 
 
-async def test_the_lock_is_held_until_the_run_is_there(address: str) -> None:
-    """Two sessions interleaved by hand: while the first is between its look and its commit, the second gets nothing."""
+async def test_the_lock_of_a_due_action_is_held_until_the_run_is_committed(address: str) -> None:
+    """Two sessions interleaved by hand: between the read and the commit of the first, the second gets no action."""
     async with engine_harness(address, declare(every="1h")) as here:
         await here.due()
-        asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
+        values = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
         with psycopg.connect(address) as first, psycopg.connect(address) as second:
-            (mine,) = first.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()
-            (theirs,) = second.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()
+            (mine,) = first.execute(NAMESPACE.sql(LOCK_DUE), values).fetchall()
+            (theirs,) = second.execute(NAMESPACE.sql(LOCK_DUE), values).fetchall()
             assert (mine[1], theirs[1]) == (True, False)
             second.rollback()
             first.execute("UPDATE flotilla.actions SET next_run_at = now() + interval '1 hour'")
-            (still,) = second.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()
-            assert still[1] is False, "before the commit the table does not say it yet, so the lock must"
+            (still,) = second.execute(NAMESPACE.sql(LOCK_DUE), values).fetchall()
+            assert still[1] is False, "before the commit, only the lock shows that the slot is taken"
             second.rollback()
             first.commit()
-            assert second.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall() == []
+            assert second.execute(NAMESPACE.sql(LOCK_DUE), values).fetchall() == []
 
 
-async def test_a_lock_freed_before_the_work_is_claimed_would_make_two_runs(address: str) -> None:
-    """The naive order, which our statements do not have: look, lock, free, and only then insert and move on."""
-    look = "SELECT id FROM flotilla.actions WHERE next_run_at <= clock_timestamp()"
+async def test_releasing_the_lock_before_the_insert_would_make_two_runs(address: str) -> None:
+    """The naive order, which the scheduler does not use: read, lock, release the lock, and only then insert."""
+    find_due = "SELECT id FROM flotilla.actions WHERE next_run_at <= clock_timestamp()"
     insert = """
         INSERT INTO flotilla.runs (action_id, priority, run_at, max_attempts, trigger)
         SELECT id, 0, now(), 1, 'schedule' FROM flotilla.actions
@@ -66,18 +66,18 @@ async def test_a_lock_freed_before_the_work_is_claimed_would_make_two_runs(addre
         await here.due()
         with psycopg.connect(address) as first, psycopg.connect(address) as second:
             for session in (first, second):
-                (row,) = session.execute(look).fetchall()
+                (row,) = session.execute(find_due).fetchall()
                 assert session.execute("SELECT pg_try_advisory_xact_lock(7, %s)", row).fetchone() == (True,)
                 session.commit()
             for session in (first, second):
                 session.execute(insert)
                 session.execute("UPDATE flotilla.actions SET next_run_at = now() + interval '1 hour'")
                 session.commit()
-        assert await here.sql("SELECT count(*) FROM runs") == [(2,)], "this is what our order prevents"
+        assert await here.sql("SELECT count(*) FROM runs") == [(2,)], "the order of the scheduler prevents this"
 
 
-async def test_a_slot_that_has_a_run_makes_no_other(address: str) -> None:
-    """The second belt: as if the table had forgotten that the slot was claimed."""
+async def test_a_slot_that_has_a_run_gets_no_second_one(address: str) -> None:
+    """A second safeguard: as if the table had lost the advance of the slot."""
     async with engine_harness(address, declare(every="1h")) as here:
         scheduler = await here.scheduler()
         slot = await here.due()
@@ -87,12 +87,12 @@ async def test_a_slot_that_has_a_run_makes_no_other(address: str) -> None:
         assert await here.slots() == [slot]
 
 
-async def test_a_scheduler_that_dies_before_its_commit_has_done_nothing(address: str) -> None:
+async def test_a_slot_of_a_scheduler_that_dies_before_its_commit_is_scheduled_by_another(address: str) -> None:
     async with engine_harness(address, declare(every="1h")) as here:
         slot = await here.due()
         with psycopg.connect(address) as doomed:
-            asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
-            doomed.execute(NAMESPACE.sql(LOCK_DUE), asked)
+            values = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
+            doomed.execute(NAMESPACE.sql(LOCK_DUE), values)
             scheduler = await here.scheduler()
             await scheduler._schedule()
             assert await here.slots() == []
@@ -100,34 +100,34 @@ async def test_a_scheduler_that_dies_before_its_commit_has_done_nothing(address:
         assert await here.slots() == [slot]
 
 
-async def test_a_pause_between_the_two_looks_is_seen_by_the_second(address: str) -> None:
+async def test_a_pause_between_the_two_reads_of_the_scheduler_is_noticed(address: str) -> None:
     async with engine_harness(address, declare(every="1h")) as here:
         await here.due()
-        asked = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
+        values = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
         with psycopg.connect(address) as session:
-            assert len(session.execute(NAMESPACE.sql(LOCK_DUE), asked).fetchall()) == 1
+            assert len(session.execute(NAMESPACE.sql(LOCK_DUE), values).fetchall()) == 1
             await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
-            assert session.execute(NAMESPACE.sql(READ_UNLOCKED), asked).fetchall() == []
+            assert session.execute(NAMESPACE.sql(READ_UNLOCKED), values).fetchall() == []
 
 
-async def test_a_schedule_that_changed_meanwhile_is_not_overwritten(address: str) -> None:
-    """Between the second look and the move, somebody synchronised another schedule, or resumed the action."""
+async def test_the_scheduler_does_not_overwrite_a_schedule_that_has_changed(address: str) -> None:
+    """Between the second read and the update, another session has changed the schedule or resumed the action."""
     async with engine_harness(address, declare(every="1h")) as here:
         scheduler = await here.scheduler()
         slot = await here.due()
-        elsewhen = slot + timedelta(days=1)
+        later_slot = slot + timedelta(days=1)
         due = [(here.catalogue.id_of("tick"), "every 1h", "once", "allow", slot, slot)]
-        await here.sql("UPDATE actions SET next_run_at = %s RETURNING 1", elsewhen)
+        await here.sql("UPDATE actions SET next_run_at = %s RETURNING 1", later_slot)
         async with here.database.connection() as connection:
             await scheduler._insert(connection, due)
-        assert await here.next_slot() == elsewhen
+        assert await here.next_slot() == later_slot
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("misfire", "runs"), [("once", 1), ("all", 6), ("skip", 0)])
-async def test_after_an_outage_missed_slots_are_what_misfire_says(address: str, misfire: Any, runs: int) -> None:
+async def test_after_an_outage_missed_slots_are_handled_as_misfire_says(address: str, misfire: Any, runs: int) -> None:
     async with engine_harness(address, declare(every="1m", misfire=misfire)) as here:
         slot = await here.due(timedelta(minutes=5, seconds=30))
         await (await here.scheduler())._schedule()
@@ -136,14 +136,14 @@ async def test_after_an_outage_missed_slots_are_what_misfire_says(address: str, 
         assert await here.next_slot() == slot + timedelta(minutes=6)
 
 
-async def test_a_slot_that_is_hardly_late_is_no_misfire(address: str) -> None:
+async def test_a_slot_that_is_a_few_seconds_late_is_not_a_misfire(address: str) -> None:
     async with engine_harness(address, declare(every="1m", misfire="skip")) as here:
         slot = await here.due(timedelta(seconds=5))
         await (await here.scheduler())._schedule()
         assert await here.slots() == [slot]
 
 
-async def test_a_very_long_outage_is_made_up_in_more_than_one_claim(address: str) -> None:
+async def test_the_slots_of_a_very_long_outage_are_scheduled_in_several_rounds(address: str) -> None:
     async with engine_harness(address, declare(every="1s", misfire="all")) as here:
         await here.due(timedelta(seconds=400))
         scheduler = await here.scheduler()
@@ -154,7 +154,7 @@ async def test_a_very_long_outage_is_made_up_in_more_than_one_claim(address: str
         assert {later - sooner for sooner, later in pairwise(slots)} == {timedelta(seconds=1)}
 
 
-async def test_overlap_skip_makes_no_run_beside_an_active_one_and_moves_on(address: str) -> None:
+async def test_overlap_skip_inserts_no_run_beside_an_active_one_and_advances_the_slot(address: str) -> None:
     async with engine_harness(address, declare(every="1m", overlap="skip")) as here:
         scheduler = await here.scheduler()
         first = await here.due()
@@ -182,7 +182,7 @@ async def test_jitter_delays_the_run_and_not_the_slot(address: str) -> None:
         assert slot <= run_at <= slot + timedelta(seconds=30)
 
 
-async def test_an_action_this_code_does_not_have_is_left_alone(address: str) -> None:
+async def test_an_action_that_this_instance_does_not_declare_is_not_scheduled(address: str) -> None:
     async with engine_harness(address, declare(every="1h"), declare("other", every="1h")) as here:
         here.catalogue.set_ids({"tick": here.catalogue.id_of("tick"), "other": here.catalogue.id_of("other")})
         older = Catalogue({"tick": here.catalogue["tick"]})
@@ -193,7 +193,7 @@ async def test_an_action_this_code_does_not_have_is_left_alone(address: str) -> 
         assert await here.slots() == []
 
 
-# -- declared, and in the table ---------------------------------------------------------------------------------------
+# -- declarations and the table ---------------------------------------------------------------------------------------
 
 
 async def declared(here: EngineHarness, *actions: Action[Any]) -> None:
@@ -219,7 +219,7 @@ async def test_a_shorter_interval_is_counted_from_now_and_a_longer_one_keeps_the
         assert await here.next_slot() < slot
 
 
-async def test_two_releases_that_take_turns_do_not_put_a_slot_off_for_ever(address: str) -> None:
+async def test_alternating_starts_of_two_releases_do_not_postpone_a_slot(address: str) -> None:
     async with engine_harness(address, declare(every="1h")) as here:
         slot = await here.next_slot()
         for _ in range(3):
@@ -228,7 +228,7 @@ async def test_two_releases_that_take_turns_do_not_put_a_slot_off_for_ever(addre
                 assert await here.next_slot() == slot
 
 
-async def test_a_cron_schedule_that_was_changed_has_no_slot_of_the_old_one(address: str) -> None:
+async def test_a_changed_schedule_has_no_slot_of_the_old_one(address: str) -> None:
     async with engine_harness(address, declare(every="1h")) as here:
         await here.due(timedelta(minutes=-10))
         await declared(here, declare(cron="0 0 1 1 *"))
@@ -236,8 +236,8 @@ async def test_a_cron_schedule_that_was_changed_has_no_slot_of_the_old_one(addre
         assert (slot.month, slot.day, slot.hour, slot.minute) == (1, 1, 0, 0)
 
 
-async def test_a_start_draws_ids_for_new_actions_alone(address: str) -> None:
-    """They have 28 bits and are never reused."""
+async def test_a_start_uses_ids_of_the_sequence_only_for_new_actions(address: str) -> None:
+    """Ids have 28 bits and are never reused."""
     async with engine_harness(address, declare("a"), declare("b")) as here:
         for number in range(3):
             await declared(here, declare("a", priority=number), declare("b", every=f"{number + 1}h"), declare("c"))
@@ -246,7 +246,7 @@ async def test_a_start_draws_ids_for_new_actions_alone(address: str) -> None:
 
 
 async def test_two_instances_that_start_at_once_with_a_new_action_add_it_once(address: str) -> None:
-    """The second waits for the first, and what it declares stands, as the last to start."""
+    """The second waits for the first, and its declaration applies, because it is the last to start."""
     async with engine_harness(address, declare("a")) as here:
         async with here.database.connection() as first:
             await synchronise(first, NAMESPACE, Catalogue({"new": declare("new", priority=1)}))
@@ -256,8 +256,8 @@ async def test_two_instances_that_start_at_once_with_a_new_action_add_it_once(ad
         assert await here.sql("SELECT name, priority FROM actions ORDER BY name") == [("a", 7), ("new", 2)]
 
 
-async def test_a_start_that_the_server_ends_for_a_deadlock_is_repeated(address: str) -> None:
-    """A session that locks two actions in the wrong order, which nothing of ours does."""
+async def test_the_start_of_an_instance_repeats_a_transaction_that_ends_with_a_deadlock(address: str) -> None:
+    """Another session locks two actions in the wrong order, which no statement of the template does."""
     with psycopg.connect(address, autocommit=True) as session:
         # The session that began to wait first is ended. Long enough for the other one to begin.
         session.execute(f"ALTER DATABASE {session.info.dbname} SET deadlock_timeout = '2s'")

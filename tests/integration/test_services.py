@@ -1,4 +1,4 @@
-"""Every service keeps the one contract, whatever order it is called in."""
+"""All services have the same contract of `start` and `stop`, in any order of calls."""
 
 import asyncio
 import threading
@@ -42,7 +42,7 @@ KINDS = [
 
 @pytest.fixture
 async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
-    """Make any service of the house, fresh."""
+    """Return a function that creates a new service of the given kind."""
     settings = Settings.load(database_url=address)
     addresses = dsn.resolve(settings)
     namespace = Namespace(settings.namespace)
@@ -82,13 +82,15 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
     await shared.stop()
 
 
-def test_the_list_is_complete() -> None:
+def test_the_tests_cover_all_services() -> None:
     services = {*Service.__subclasses__(), *LoopService.__subclasses__()} - {LoopService}
     assert sorted(each.name for each in services) == sorted(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_stopped_before_it_was_started_it_never_starts(make: Callable[[str], Service], kind: str) -> None:
+async def test_a_service_that_was_stopped_before_its_start_never_starts(
+    make: Callable[[str], Service], kind: str
+) -> None:
     service = make(kind)
     await service.stop()
     await service.start()
@@ -96,7 +98,9 @@ async def test_stopped_before_it_was_started_it_never_starts(make: Callable[[str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_started_and_stopped_twice_it_does_each_once(make: Callable[[str], Service], kind: str) -> None:
+async def test_starting_and_stopping_a_service_twice_has_no_further_effect(
+    make: Callable[[str], Service], kind: str
+) -> None:
     service = make(kind)
     await service.start()
     await service.start()
@@ -107,7 +111,7 @@ async def test_started_and_stopped_twice_it_does_each_once(make: Callable[[str],
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_after_a_storm_of_starts_and_stops_nothing_of_its_own_is_left(
+async def test_concurrent_starts_and_stops_leave_no_task_or_thread_behind(
     make: Callable[[str], Service], kind: str
 ) -> None:
     tasks, threads = len(asyncio.all_tasks()), {each.name for each in threading.enumerate()}
@@ -125,7 +129,7 @@ async def test_after_a_storm_of_starts_and_stops_nothing_of_its_own_is_left(
     await soon(nothing_is_left)
 
 
-async def test_a_start_that_failed_half_way_can_be_stopped(address: str) -> None:
+async def test_a_service_whose_start_failed_can_be_stopped(address: str) -> None:
     settings = Settings.load(database_url=address)
     addresses, namespace = dsn.resolve(settings), Namespace("never-migrated")
     database = Database(settings, addresses, namespace)
@@ -137,8 +141,8 @@ async def test_a_start_that_failed_half_way_can_be_stopped(address: str) -> None
     await database.stop()
 
 
-async def test_a_loop_that_is_cancelled_in_the_moment_in_which_it_is_woken_ends() -> None:
-    """In whichever turn of the event loop between the two it happens."""
+async def test_a_loop_that_is_cancelled_at_the_moment_of_its_event_ends() -> None:
+    """The event and the cancellation are up to five iterations of the event loop apart."""
     for turns in range(6):
         event, rounds = asyncio.Event(), list[int]()
 
@@ -177,7 +181,7 @@ async def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
     assert task.cancelled()
 
 
-async def test_what_a_task_raises_when_it_is_let_go_concerns_nobody() -> None:
+async def test_cancel_and_wait_does_not_raise_the_exception_of_the_task() -> None:
     async def raises() -> None:
         try:
             await asyncio.sleep(60)

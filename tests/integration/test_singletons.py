@@ -1,4 +1,4 @@
-"""Singletons: whoever has the lock runs it, and whatever it does, somebody has the next turn."""
+"""Singletons: the instance that has the lock runs the function, and however that ends, an instance runs it again."""
 
 import asyncio
 from contextlib import suppress
@@ -29,11 +29,11 @@ def service_of(instance: LocalInstance, *declared: Any) -> Singletons:
     return made
 
 
-async def test_it_is_found_where_actions_are() -> None:
+async def test_singletons_are_found_in_the_modules_of_actions() -> None:
     assert Catalogue.load(["tests.support.trial_singletons"]).singletons == [trial_singletons.beacon]
 
 
-async def test_one_that_returns_or_raises_has_another_turn(address: str) -> None:
+async def test_a_singleton_that_returns_or_raises_is_started_again(address: str) -> None:
     tokens: list[int] = []
 
     @singleton("restless")
@@ -55,11 +55,11 @@ async def test_one_that_returns_or_raises_has_another_turn(address: str) -> None
         assert await here.sql("SELECT instance_id FROM service_locks") == [(None,)]
 
 
-async def test_one_that_ignores_its_end_holds_up_no_shutdown(address: str) -> None:
+async def test_a_singleton_that_ignores_its_cancellation_does_not_delay_a_shutdown(address: str) -> None:
     begun = asyncio.Event()
 
     @singleton("deaf")
-    async def deaf(_: HeldLock) -> None:
+    async def uncancellable(_: HeldLock) -> None:
         begun.set()
         for _times in range(2):
             try:
@@ -68,7 +68,7 @@ async def test_one_that_ignores_its_end_holds_up_no_shutdown(address: str) -> No
                 continue
 
     async with local_instance(address) as here:
-        service = service_of(here, deaf)
+        service = service_of(here, uncancellable)
         await service.start()
         await asyncio.wait_for(begun.wait(), 60)
         await asyncio.wait_for(service.stop(), 60)
@@ -79,7 +79,7 @@ async def test_one_that_ignores_its_end_holds_up_no_shutdown(address: str) -> No
         await asyncio.wait_for(asyncio.wait([task]), 60)
 
 
-async def test_one_that_returns_when_it_is_to_end_has_no_other_turn(address: str) -> None:
+async def test_a_singleton_that_returns_after_its_cancellation_is_not_started_again(address: str) -> None:
     tokens: list[int] = []
 
     @singleton("polite")
@@ -103,7 +103,7 @@ async def test_one_that_returns_when_it_is_to_end_has_no_other_turn(address: str
         assert await here.sql("SELECT instance_id FROM service_locks") == [(None,)]
 
 
-async def test_of_two_instances_one_runs_it_and_hands_it_over_when_it_drains(address: str) -> None:
+async def test_a_singleton_runs_on_one_of_two_instances_and_moves_when_that_one_stops(address: str) -> None:
     running: list[str] = []
 
     @singleton("one-of-two")
@@ -119,22 +119,22 @@ async def test_of_two_instances_one_runs_it_and_hands_it_over_when_it_drains(add
         for service in services:
             await service.start()
 
-        async def there() -> bool:
+        async def is_running() -> bool:
             return bool(running)
 
-        await soon(there)
+        await soon(is_running)
         assert len(running) == 1
         (owner,) = running
         names = [each.running.context.member.identity.name for each in (first, second)]  # type: ignore[union-attr]
         await services[names.index(owner)].stop()
-        await soon(there)
+        await soon(is_running)
         assert running == [name for name in names if name != owner]
         for service in services:
             await service.stop()
         assert running == []
 
 
-def test_two_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_singletons_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     @singleton("beacon")
     async def other(_: HeldLock) -> None: ...
 
@@ -146,7 +146,7 @@ def test_two_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Catalogue.load(["lighthouse"])
 
 
-def test_what_cannot_be_one_is_refused() -> None:
+def test_an_invalid_singleton_is_refused() -> None:
     async def fine(_: HeldLock) -> None: ...
 
     def plain(_: HeldLock) -> None: ...
@@ -160,7 +160,7 @@ def test_what_cannot_be_one_is_refused() -> None:
             singleton("x")(wrong)  # type: ignore[arg-type]
 
 
-async def test_calling_one_calls_the_function() -> None:
+async def test_calling_a_singleton_calls_its_function() -> None:
     seen: list[HeldLock] = []
 
     @singleton("x")

@@ -1,4 +1,4 @@
-"""The states of a run: a statement names the one that it may change."""
+"""The states of a run: each statement names the state that it may change, so an unknown state is safe."""
 
 import asyncio
 
@@ -24,12 +24,12 @@ def hold_all(address: str) -> None:
         connection.execute("UPDATE flotilla.runs SET state = 'held'")
 
 
-async def test_a_state_that_is_added_lets_no_write_of_a_running_run_through(address: str) -> None:
+async def test_writes_of_an_attempt_are_fenced_if_its_run_has_an_unknown_state(address: str) -> None:
     async with local_instance(address) as here:
         ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(6)]
         by_checkpoint, by_guard, by_commit, by_event = [await here.handle(each) for each in ids[:4]]
         by_end, by_retry = [await here.attempt(each) for each in ids[4:]]
-        with here.unwatched():
+        with here.without_comparison():
             await asyncio.to_thread(hold_all, address)
             with pytest.raises(Fenced):
                 await by_checkpoint.checkpoint({"late": True})
@@ -50,7 +50,7 @@ async def test_a_state_that_is_added_lets_no_write_of_a_running_run_through(addr
             assert writer.fenced["completion"] >= 2
 
 
-async def test_a_state_that_is_added_is_claimed_by_nobody(address: str) -> None:
+async def test_a_run_in_an_unknown_state_is_not_claimed(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"), Order("tick", ordering_key="a"))
         await asyncio.to_thread(hold_all, address)

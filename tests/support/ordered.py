@@ -1,4 +1,4 @@
-"""What ordered runs have done, read from the effects of the action `step` in the order of their inserts."""
+"""Read which ordered runs have run, and when, from the effects of the action `step` in the order of their inserts."""
 
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -21,7 +21,7 @@ def runs_by_key(effects: Effects) -> dict[str, list[int]]:
         if key == "None":
             continue
         if what == "began":
-            # The same run may begin again: after a failure, a death or a pause.
+            # The same run may begin again: after a failure, the death of its instance, or a pause.
             assert under_way.get(key, run_id) == run_id, (
                 f"{run_id} runs together with {under_way[key]} of the key {key}"
             )

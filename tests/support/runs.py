@@ -1,4 +1,4 @@
-"""What tests of runs need: trigger a run, read it, wait until it has ended."""
+"""Tools for tests of runs: trigger a run, read it, wait until it has ended."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ class LocalInstance:
         return self.running.context.engine
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def without_comparison(self) -> Iterator[None]:
         """Disable the comparison of the reconciler for the duration of the block: it would stop a taken-over run."""
 
         async def compare_nothing(*_: object) -> None: ...
@@ -42,7 +42,7 @@ class LocalInstance:
             patch.setattr(self.engine.reconciler, "_compare", compare_nothing)
             yield
 
-    async def led(self) -> None:
+    async def wait_for_leader(self) -> None:
         """Wait until there is a leader, because its absence is an anomaly."""
 
         async def has_leader() -> bool:
@@ -58,7 +58,7 @@ class LocalInstance:
     async def trigger_all(self, orders: Sequence[Order]) -> list[int]:
         return [done.id for done in await self.engine.triggers.trigger(orders)]
 
-    async def look(self, run_id: int) -> RunRecord:
+    async def read(self, run_id: int) -> RunRecord:
         database = self.running.context.database
         async with database.connection() as connection:
             return await records.find(connection, database.namespace, run_id)
@@ -68,13 +68,13 @@ class LocalInstance:
 
     async def until(self, run_id: int, *states: str, within: float = BOUND) -> RunRecord:
         async def find() -> RunRecord | None:
-            run = await self.look(run_id)
+            run = await self.read(run_id)
             return run if run.state in states else None
 
         return await soon(find, within=within)
 
     async def attempt(self, run_id: int) -> Attempt:
-        """Wait until the run is under way here, and return its attempt. Its row says so a moment earlier."""
+        """Wait until the run is under way here, and return its attempt. Its row is `running` a moment earlier."""
 
         async def find() -> Attempt | None:
             return self.engine.executor.attempts.get(run_id)

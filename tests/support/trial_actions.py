@@ -329,7 +329,7 @@ async def note_under_lock(run: Run) -> int:
             while not held.lost.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
                     await held.lost.wait()
-        # In a task of its own: whatever cancels the attempt at this moment, the late write is tried.
+        # In a separate task, so that the late write is tried even if the attempt is cancelled at this moment.
         writing = asyncio.create_task(write_under_lock(run, held))
         while not writing.done():
             with contextlib.suppress(asyncio.CancelledError):
@@ -357,7 +357,7 @@ async def hold_lock(run: Run) -> str:
 
 @action("strike", concurrency=6)
 async def strike(run: Run) -> None:
-    """Acquire a lock again and again, and write an effect each time; repeat those that were lost."""
+    """Acquire a lock again and again, and write an effect each time; repeat an acquisition that was lost."""
     done = run.last_checkpoint or 0
 
     async def leave(held: HeldLock) -> None:

@@ -1,7 +1,6 @@
-"""An action that goes wrong in every way that its author may think of, and some that nobody would.
+"""Actions that fail in many ways, likely and unlikely ones. The key `how` of the payload chooses the way.
 
-Each way is a function of its own, named by what the payload says under `how`. Anything but `SystemExit` of the whole
-process is fair: what it raises, returns or emits must not leave its own attempt.
+Whatever such an action raises, returns or emits must affect only its own attempt.
 """
 
 import asyncio
@@ -60,7 +59,7 @@ class Pretender(Exception):
 
 
 class Endless:
-    """What counts as JSON's array, and never ends well."""
+    """An iterable, which would be stored as an array, whose iterator raises an exception."""
 
     def __iter__(self) -> Iterator[int]:
         raise ZeroDivisionError("no items")
@@ -72,7 +71,7 @@ def items() -> Iterator[int]:
 
 
 def later(after: Any) -> TryAgain:
-    """Ask for another attempt after a wait that the constructor would refuse."""
+    """Return a `TryAgain` with a delay that its constructor would refuse."""
     error = TryAgain("later")
     error.after = after
     return error

@@ -1,6 +1,6 @@
 """Routes for tests, among the routes of the service. Run as a module, it is the command line.
 
-They stand for what users write: slow handlers, streams, handlers that block the loop, bodies that must fit.
+They represent routes that users write: slow handlers, streams, handlers that block the loop, validated bodies.
 """
 
 import asyncio

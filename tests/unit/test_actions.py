@@ -1,4 +1,4 @@
-"""Declaring actions: everything that is wrong is said at once, with the name; nothing is found out in production."""
+"""Declarations of actions: each mistake is refused when the module is loaded, with the name of the action."""
 
 import inspect
 import sys
@@ -30,7 +30,7 @@ def declare(name: str = "tick", **options: Any) -> Action[Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"cron": "never"}, "the cron expression 'never' is not valid"),
         ({"cron": "* * * * *", "timezone": "Nowhere"}, "no time zone 'Nowhere'"),
@@ -53,20 +53,20 @@ def declare(name: str = "tick", **options: Any) -> Action[Any]:
         ({"retention": "never"}, "`retention`: 'never' is not a duration"),
     ],
 )
-def test_an_option_that_is_wrong_is_said_with_the_actions_name(options: dict[str, Any], said: str) -> None:
+def test_an_invalid_option_is_refused_with_the_name_of_the_action(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ActionInvalid) as refused:
         declare("shipping", **options)
     assert "the action 'shipping' (tests.unit.test_actions." in str(refused.value)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["", "Shipping", "9lives", "a b", "x" * 101, "ü"])
-def test_a_name_is_a_plain_word(name: str) -> None:
+def test_an_invalid_name_of_an_action_is_refused(name: str) -> None:
     with pytest.raises(ActionInvalid, match="a name is"):
         declare(name)
 
 
-def test_a_function_takes_the_run_and_nothing_else() -> None:
+def test_a_function_that_does_not_take_exactly_the_run_is_refused() -> None:
     with pytest.raises(ActionInvalid, match="takes one argument, the run"):
 
         @action("none")  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_a_function_takes_the_run_and_nothing_else() -> None:
             yield 1
 
 
-def test_an_action_is_a_function_still() -> None:
+def test_an_action_can_still_be_called_as_a_function() -> None:
     @action("double")
     def double(run: Run[int]) -> int:
         """Say it twice."""
@@ -108,13 +108,13 @@ def typed() -> Action[Parcel]:
     return weigh
 
 
-def test_a_payload_is_checked_and_what_it_lacks_is_filled_in() -> None:
+def test_a_payload_is_validated_and_completed_with_defaults() -> None:
     assert typed().encode({"weight": "3"}) == '{"weight":3,"label":""}'
     assert typed().encode(Parcel(weight=4)) == '{"weight":4,"label":""}'
     assert typed().decode('{"weight":3}') == Parcel(weight=3)
 
 
-def test_a_payload_that_does_not_fit_names_the_field_and_keeps_the_value_to_itself() -> None:
+def test_the_error_of_an_invalid_payload_names_the_field_and_not_the_value() -> None:
     with pytest.raises(PayloadInvalid) as refused:
         typed().encode({"weight": "hunter2"})
     assert refused.value.errors == [
@@ -141,7 +141,7 @@ def test_without_a_type_any_json_object_is_a_payload() -> None:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_json_has_not_is_refused_and_not_made_null(number: float) -> None:
+def test_a_payload_with_nan_or_infinity_is_refused_and_not_replaced_by_null(number: float) -> None:
     class Measure(BaseModel):
         metres: float | None
 
@@ -157,14 +157,14 @@ def test_a_number_that_json_has_not_is_refused_and_not_made_null(number: float) 
     assert measured.encode(Measure(metres=None)) == '{"metres":null}'
 
 
-def test_a_scheduled_action_can_do_without_a_payload() -> None:
+def test_a_scheduled_action_with_a_required_payload_field_is_refused() -> None:
     with pytest.raises(ActionInvalid, match="on a schedule it is given no payload, so each field needs a default"):
 
         @action("weigh", every="1h")
         async def weigh(_: Run[Parcel]) -> None: ...
 
 
-# -- options that are numbers -----------------------------------------------------------------------------------------
+# -- rates ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,12 +196,12 @@ def test_a_rate_is_written_as_it_may_be_declared(text: str, written: str) -> Non
     assert Rate.parse(written).interval == pytest.approx(interval)
 
 
-# -- finding them -----------------------------------------------------------------------------------------------------
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package `shelf`, to put modules into."""
+    """An empty package `shelf`, to which tests add modules."""
     package = tmp_path / "shelf"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -214,7 +214,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 DECLARED = "from app.fleet import Run, action\n\n@action({name!r})\nasync def tick(_: Run) -> None: ...\n"
 
 
-def test_a_package_is_loaded_with_all_it_contains(shelf: Path) -> None:
+def test_a_package_is_loaded_with_all_its_modules(shelf: Path) -> None:
     (shelf / "one.py").write_text(DECLARED.format(name="one"))
     (shelf / "deep").mkdir()
     (shelf / "deep" / "__init__.py").write_text("from shelf.one import tick\n")
@@ -222,31 +222,31 @@ def test_a_package_is_loaded_with_all_it_contains(shelf: Path) -> None:
     assert sorted(each.name for each in Catalogue.load(["shelf"])) == ["one", "two"]
 
 
-def test_two_actions_of_one_name_are_refused_with_both_places(shelf: Path) -> None:
+def test_two_actions_with_one_name_are_refused_with_both_locations(shelf: Path) -> None:
     (shelf / "one.py").write_text(DECLARED.format(name="same"))
     (shelf / "two.py").write_text(DECLARED.format(name="same"))
     with pytest.raises(ActionInvalid, match=r"called 'same': shelf\.one\.tick and shelf\.two\.tick"):
         Catalogue.load(["shelf"])
 
 
-def test_a_module_that_is_not_there_is_a_wrong_setting() -> None:
+def test_a_missing_module_is_an_invalid_setting() -> None:
     with pytest.raises(SettingsError, match=r"FLOTILLA_ACTIONS names 'app\.nothing'"):
         Catalogue.load(["app.nothing"])
 
 
-def test_a_module_that_lacks_something_itself_says_so_itself(shelf: Path) -> None:
+def test_a_failing_import_within_a_module_is_raised_unchanged(shelf: Path) -> None:
     (shelf / "one.py").write_text("import no_such_thing\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
         Catalogue.load(["shelf"])
 
 
-def test_an_unknown_action_is_said_with_where_to_look() -> None:
+def test_the_error_for_an_unknown_action_names_the_command_that_lists_actions() -> None:
     with pytest.raises(ActionUnknown, match="`flotilla actions`"):
         Catalogue({})["nothing"]
 
 
 @pytest.mark.anyio
-async def test_a_trigger_outside_of_a_service_says_where_it_belongs() -> None:
+async def test_a_trigger_outside_of_a_running_service_raises() -> None:
     with pytest.raises(FleetError, match="are for the code of a running service"):
         await trigger("tick")
     with pytest.raises(FleetError, match="are for the code of a running service"):

@@ -1,4 +1,4 @@
-"""A background loop survives the errors of its steps, and logs each of them as its service wants."""
+"""A background loop survives the errors of its steps, and logs each of them as its service has configured."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,14 +18,14 @@ log = events(__name__)
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that were asked for; none of them takes any time."""
-    asked: list[float] = []
+    """Record the requested pauses, which take no time."""
+    requested: list[float] = []
 
     async def sleep(seconds: float) -> None:
-        asked.append(seconds)
+        requested.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    return asked
+    return requested
 
 
 async def step(errors: LoopErrors, error: BaseException | None = None) -> None:
@@ -38,7 +38,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, dict[str, A
     return [(each.levelname, each.message, getattr(each, "fields", {})) for each in caplog.records]
 
 
-def of_test(warn_when: Callable[[int], bool] = lambda _: False, **options: Any) -> LoopErrors:
+def errors_of_test(warn_when: Callable[[int], bool] = lambda _: False, **options: Any) -> LoopErrors:
     return LoopErrors(log, service="tests", defect="test.defect", failed="test.failed", warn_when=warn_when, **options)
 
 
@@ -51,7 +51,7 @@ def every_level(caplog: pytest.LogCaptureFixture) -> None:
 async def test_a_database_failure_is_logged_at_debug_in_one_line_with_the_fields(
     error: Exception, caplog: pytest.LogCaptureFixture, pauses: list[float]
 ) -> None:
-    await step(of_test(retry_interval=0.5, what="feed"), error)
+    await step(errors_of_test(retry_interval=0.5, what="feed"), error)
     assert logged(caplog) == [("DEBUG", "test.failed", {"what": "feed", "reason": "no answer"})]
     assert pauses == [0.5]
 
@@ -60,7 +60,7 @@ async def test_a_defect_is_logged_at_error_with_its_traceback_and_followed_by_a_
     caplog: pytest.LogCaptureFixture, pauses: list[float]
 ) -> None:
     defect = ZeroDivisionError()
-    await step(of_test(), defect)
+    await step(errors_of_test(), defect)
     assert logged(caplog) == [("ERROR", "test.defect", {"service": "tests"})]
     assert caplog.records[0].exc_info is not None
     assert caplog.records[0].exc_info[1] is defect
@@ -70,19 +70,19 @@ async def test_a_defect_is_logged_at_error_with_its_traceback_and_followed_by_a_
 async def test_a_step_without_an_error_logs_nothing_and_does_not_pause(
     caplog: pytest.LogCaptureFixture, pauses: list[float]
 ) -> None:
-    await step(of_test(retry_interval=0.5))
+    await step(errors_of_test(retry_interval=0.5))
     assert (logged(caplog), pauses) == ([], [])
 
 
-async def test_an_outage_can_be_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    errors = of_test(lambda failures: failures == 1)
+async def test_a_loop_can_log_one_warning_per_outage(caplog: pytest.LogCaptureFixture) -> None:
+    errors = errors_of_test(lambda failures: failures == 1)
     for error in (DatabaseError(), DatabaseError(), None, DatabaseError()):
         await step(errors, error)
     assert [each.levelname for each in caplog.records] == ["WARNING", "DEBUG", "WARNING"]
 
 
-async def test_every_nth_failure_in_a_row_can_be_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    errors = of_test(lambda failures: failures % 3 == 0)
+async def test_a_loop_can_log_every_nth_consecutive_failure_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    errors = errors_of_test(lambda failures: failures % 3 == 0)
     for _ in range(6):
         await step(errors, DatabaseError())
     await step(errors)
@@ -92,14 +92,14 @@ async def test_every_nth_failure_in_a_row_can_be_a_warning(caplog: pytest.LogCap
 
 
 @pytest.mark.usefixtures("pauses")
-async def test_a_defect_does_not_end_a_row_of_failures() -> None:
-    errors = of_test()
+async def test_a_defect_does_not_reset_the_count_of_consecutive_failures() -> None:
+    errors = errors_of_test()
     for error in (DatabaseError(), ZeroDivisionError(), DatabaseError()):
         await step(errors, error)
     assert errors.failures == 2
 
 
-async def test_without_an_event_for_them_database_failures_are_defects(
+async def test_a_loop_without_an_event_for_database_failures_logs_them_as_defects(
     caplog: pytest.LogCaptureFixture, pauses: list[float]
 ) -> None:
     await step(LoopErrors(log, service="tests", defect="test.defect"), psycopg.OperationalError())
@@ -110,12 +110,12 @@ async def test_without_an_event_for_them_database_failures_are_defects(
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1)])
 async def test_a_cancellation_or_an_exit_ends_the_loop(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(type(error)):
-        await step(of_test(), error)
+        await step(errors_of_test(), error)
     assert logged(caplog) == []
 
 
 async def test_a_loop_that_pauses_after_an_error_can_be_cancelled() -> None:
-    task = asyncio.create_task(step(of_test(retry_interval=3600), DatabaseError()))
+    task = asyncio.create_task(step(errors_of_test(retry_interval=3600), DatabaseError()))
     await asyncio.sleep(0)
     async with asyncio.timeout(30):
         await background.cancel_and_wait(task)

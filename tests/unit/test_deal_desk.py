@@ -1,4 +1,4 @@
-"""The judge of `examples/deal_desk` sees what it is there for: one that cannot condemn acquits nobody."""
+"""The judge of `examples/deal_desk` detects each violation that it is meant to detect."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ DEAL = "Baltic Freight / Keel Tugs #1"
 FILING = Filing(accession="7-26-1", company="Baltic Freight", form="8-K", deal=DEAL, at=1)
 HALT = Halt(halt="7-H1", company="Baltic Freight", at=1)
 CHARGE = Charge(key=DEAL, deal=DEAL, at=3)
-TOLD = [("filing", "7-26-1"), ("halt", "7-H1"), ("deal", DEAL)]
+ALERTS = [("filing", "7-26-1"), ("halt", "7-H1"), ("deal", DEAL)]
 
 
 def post(kind: str, subject: str, *, at: float = 5, fate: Fate = "shown", answered: bool = True) -> Post:
@@ -27,19 +27,19 @@ def verdict(
     requests: Sequence[Request] = (),
     killed: dict[str, float] | None = None,
 ) -> Verdict:
-    """Judge a small record, in which all is well unless it is said otherwise."""
+    """Judge a small record, which has no violations except those given."""
     record = Everything(
         filings=[FILING],
         halts=[HALT],
         headlines=list(headlines),
         requests=list(requests),
         charges=list(charges),
-        posts=[post(*told) for told in TOLD] if posts is None else list(posts),
+        posts=[post(*alert) for alert in ALERTS] if posts is None else list(posts),
     )
     return judge(record, killed)
 
 
-def test_where_all_is_well_nothing_is_found() -> None:
+def test_a_record_without_violations_has_no_findings() -> None:
     found = verdict()
     assert (found.missing, found.missed, found.shown_again, found.not_excused) == ([], [], [], [])
     assert (found.paid_twice, found.not_paid, found.too_often.total()) == ([], [], 0)
@@ -47,41 +47,41 @@ def test_where_all_is_well_nothing_is_found() -> None:
 
 
 @pytest.mark.parametrize("fate", ["refused", "lost", None])
-@pytest.mark.parametrize("told", TOLD)
-def test_what_the_chat_has_not_shown_is_missing(told: tuple[str, str], fate: Fate | None) -> None:
-    tried = [] if fate is None else [post(*told, fate=fate)]
-    found = verdict([*tried, *(post(*other) for other in TOLD if other != told)])
-    assert found.missing == [told]
-    assert found.missed == (["7-26-1"] if told[0] == "filing" else [])
+@pytest.mark.parametrize("alert", ALERTS)
+def test_an_alert_that_the_chat_has_not_shown_is_missing(alert: tuple[str, str], fate: Fate | None) -> None:
+    tried = [] if fate is None else [post(*alert, fate=fate)]
+    found = verdict([*tried, *(post(*other) for other in ALERTS if other != alert)])
+    assert found.missing == [alert]
+    assert found.missed == (["7-26-1"] if alert[0] == "filing" else [])
 
 
-def test_a_deal_that_only_a_headline_names_is_to_be_paid_for_and_told_of() -> None:
+def test_a_deal_that_only_a_headline_names_needs_a_payment_and_an_alert() -> None:
     found = verdict(headlines=[Headline(source="wire", number=1, headline="Talks", deal="another", at=2)])
     assert (found.missing, found.not_paid) == ([("deal", "another")], ["another"])
 
 
-def test_an_alert_that_was_answered_and_is_shown_again_is_not_excused() -> None:
-    again = [post(*TOLD[0]), post(*TOLD[0], at=9)]
+def test_an_alert_that_is_shown_again_after_an_answer_is_not_excused() -> None:
+    again = [post(*ALERTS[0]), post(*ALERTS[0], at=9)]
     assert verdict(again).not_excused == [(again[0], again[1])]
 
 
-def test_one_that_was_not_answered_may_be_shown_again_and_then_not_once_more() -> None:
-    three = [post(*TOLD[0], answered=False), post(*TOLD[0], at=6), post(*TOLD[0], at=7)]
+def test_an_alert_without_an_answer_may_be_shown_again_only_until_it_is_answered() -> None:
+    three = [post(*ALERTS[0], answered=False), post(*ALERTS[0], at=6), post(*ALERTS[0], at=7)]
     found = verdict(three)
     assert len(found.shown_again) == 2
     assert found.not_excused == [(three[1], three[2])]
 
 
-def test_one_that_was_refused_before_was_not_shown_before() -> None:
-    assert verdict([post(*TOLD[0], fate="refused"), post(*TOLD[0], at=6)]).shown_again == []
+def test_an_alert_that_was_refused_first_does_not_count_as_shown_again() -> None:
+    assert verdict([post(*ALERTS[0], fate="refused"), post(*ALERTS[0], at=6)]).shown_again == []
 
 
 @pytest.mark.parametrize(("killed_at", "excused"), [(4.9, True), (5.5, True), (6.5, False), (None, False)])
-def test_a_caller_that_was_killed_before_it_could_note_the_answer_is_excused_and_one_killed_later_is_not(
+def test_a_repeated_alert_is_excused_if_its_caller_was_killed_soon_after_the_answer(
     killed_at: float | None, excused: bool
 ) -> None:
     killed = {} if killed_at is None else {"desk/1": killed_at, "desk/2": 5}
-    found = verdict([post(*TOLD[0]), post(*TOLD[0], at=9)], killed=killed)
+    found = verdict([post(*ALERTS[0]), post(*ALERTS[0], at=9)], killed=killed)
     assert (found.not_excused == []) is excused
 
 
@@ -90,7 +90,7 @@ def test_a_deal_that_was_charged_under_two_keys_was_paid_twice() -> None:
     assert (found.paid_twice, found.not_paid, found.charges) == ([DEAL], [], 2)
 
 
-def test_a_request_that_was_refused_is_one_too_many_and_the_busiest_second_is_any_second() -> None:
+def test_refused_requests_are_counted_and_the_busiest_second_starts_at_any_time() -> None:
     times = [0.0, 0.9, 1.8, 1.9, 2.0, 3.0]
     requests = [Request(upstream="edgar", caller="desk/1", refused=at == 2.0, at=at) for at in times]
     found = verdict(requests=requests)
@@ -98,7 +98,7 @@ def test_a_request_that_was_refused_is_one_too_many_and_the_busiest_second_is_an
     assert found.busiest["edgar"] == 3
 
 
-def test_turns_are_counted_as_callers_follow_each_other() -> None:
+def test_a_new_turn_begins_when_the_caller_changes() -> None:
     callers = ["desk/1", "desk/1", "desk/2", "desk/1"]
     requests = [Request(upstream="halts", caller=each, refused=False, at=0) for each in callers]
     assert verdict(requests=requests).turns == ["desk/1", "desk/2", "desk/1"]

@@ -1,6 +1,6 @@
-"""The documentation is complete and true: what the code has is described, and what is described, the code has.
+"""The documentation is complete and correct: pages describe everything that the code has, and nothing else.
 
-Pages are read as people read them: tables by their columns, links by where they lead.
+Tables are parsed by the names of their columns, and links are followed.
 """
 
 import ast
@@ -44,9 +44,9 @@ from app.settings import Settings
 from examples.deal_desk import settings as deal_desk
 
 ROOT = Path(__file__).resolve().parents[2]
-# What is written with this template follows its own conventions: only the template's own files are held to these.
+# A service built on the template has its own conventions: only the files of the template are checked.
 FLEET = ROOT / "app" / "fleet"
-OURS = ("app/fleet", "alembic/versions/fleet", "benchmarks", "docs", "examples", "k8s", "scripts", "tests")
+TEMPLATE_FOLDERS = ("app/fleet", "alembic/versions/fleet", "benchmarks", "docs", "examples", "k8s", "scripts", "tests")
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 LEVELS = {"debug", "info", "warning", "error"}
@@ -60,7 +60,7 @@ def without_code(text: str) -> str:
 
 
 def rows(page: Path, column: str) -> list[dict[str, str]]:
-    """The rows of every table of a page that has this column, by the names of their columns."""
+    """Return the rows of all tables of a page that have this column, as dictionaries by column."""
     found = []
     header: list[str] | None = None
     for line in without_code(page.read_text()).splitlines():
@@ -78,14 +78,14 @@ def rows(page: Path, column: str) -> list[dict[str, str]]:
 
 
 def by_name(page: Path, column: str) -> dict[str, dict[str, str]]:
-    """The rows by the first name in the given column; a name twice is a mistake."""
+    """Return the rows by the first name in this column. Fail if a name occurs twice."""
     named = [(codes(row[column])[0], row) for row in rows(page, column) if codes(row[column])]
     assert len({name for name, _ in named}) == len(named), f"{page.name} has a row twice"
     return dict(named)
 
 
 def codes(text: str) -> list[str]:
-    """What stands in backquotes."""
+    """Return the texts in backquotes."""
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -94,7 +94,7 @@ def plain(text: str) -> str:
 
 
 def sections(page: Path) -> dict[str, str]:
-    """The text of each second-level heading."""
+    """Return the text below each second-level heading."""
     parts = re.split(r"^## (.+)$", page.read_text(), flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -106,19 +106,19 @@ def pages() -> list[Path]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Where the relative links of a page lead."""
+    """Yield the targets of the relative links of a page."""
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
         if not re.match(r"[a-z]+:", target):
             yield target
 
 
 def anchors(page: Path) -> set[str]:
-    """The fragments that a page's headings can be reached by."""
+    """Return the fragments of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
+def test_a_table_of_a_page_is_parsed_by_the_names_of_its_columns(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("| A | B |\n|---|---|\n| `x` | y \\| z |\n\n| C |\n|---|\n| `w` |\n")
     assert rows(page, "A") == [{"A": "`x`", "B": "y | z"}]
@@ -129,7 +129,7 @@ def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
 
 
 def shown(value: Any) -> str:
-    """A default as the pages write it."""
+    """Format a default as the pages do."""
     if value is None or value == ():
         return "unset"
     if isinstance(value, tuple):
@@ -140,7 +140,7 @@ def shown(value: Any) -> str:
 
 
 def described_settings() -> dict[str, dict[str, str]]:
-    """The rows of the page, by the name with the prefix."""
+    """Return the rows of the page of settings, by the name with the prefix."""
     found = {}
     for row in rows(REFERENCE / "settings.md", "Variable"):
         (name,) = [name for name in codes(row["Variable"]) if name.startswith("FLOTILLA_")]
@@ -155,7 +155,7 @@ def test_every_setting_has_a_row_with_its_default_and_nothing_else_does() -> Non
     assert described == {f"FLOTILLA_{name.upper()}": shown(field.default) for name, field in fields}
 
 
-def test_every_setting_says_what_it_means_and_what_happens_when_it_is_wrong() -> None:
+def test_every_setting_has_a_meaning_and_the_effect_of_an_invalid_value() -> None:
     for name, row in described_settings().items():
         assert row["Meaning"], name
         assert row["When it is wrong"], name
@@ -192,7 +192,7 @@ def test_the_example_of_an_environment_has_every_setting_commented_out_with_its_
 
 
 def is_setting(line: str) -> bool:
-    """Whether it is one of the fleet's; a service may add its own."""
+    """Whether the line is a setting of the template; a service may add its own."""
     return re.match(r"# (FLOTILLA|DATABASE)_[A-Z_]+=", line) is not None
 
 
@@ -212,7 +212,7 @@ ACTIONS = REFERENCE / "actions.md"
 
 
 def written_defaults(function: Callable[..., Any]) -> dict[str, str]:
-    """The parameters of a function with their defaults, as the pages write Python."""
+    """Return the parameters of a function with their defaults, formatted as on the pages."""
     return {
         name: "required" if each.default is each.empty else literal(each.default)
         for name, each in inspect.signature(function).parameters.items()
@@ -232,17 +232,17 @@ def test_every_option_of_an_action_has_a_row_with_its_default_and_nothing_else_d
     assert described == written_defaults(fleet.action)
 
 
-def test_every_option_of_an_action_says_what_it_means_and_what_is_said_when_it_is_wrong() -> None:
+def test_every_option_of_an_action_has_a_meaning_and_the_text_of_its_refusal() -> None:
     for name, row in by_name(ACTIONS, "Option").items():
         assert row["Meaning"], name
         assert fragments(row["When it is wrong"]), name
     quoted = [row["When it is wrong"] for row in rows(ACTIONS, "Option")] + [
         row["Text"] for row in rows(ACTIONS, "Text")
     ]
-    assert made_up(quoted) == []
+    assert missing_quotations(quoted) == []
 
 
-def test_every_public_name_of_a_run_has_its_place_and_nothing_else_does() -> None:
+def test_every_public_name_of_a_run_has_a_row_and_nothing_else_does() -> None:
     names = [code.partition("(")[0] for row in rows(ACTIONS, "What it is") for code in codes(row["Name"])]
     assert sorted(names) == sorted(public_names(Run))
 
@@ -257,7 +257,7 @@ def parameters(method: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(method).parameters)[1:]
 
 
-def test_what_a_plain_function_may_use_is_named() -> None:
+def test_every_name_that_a_plain_function_may_use_is_documented() -> None:
     text = sections(ACTIONS)["The run"].partition("### Plain functions")[2]
     assert public_names(Blocking) <= {code.partition("(")[0] for code in codes(text)}
     assert f"`commit({', '.join(parameters(Blocking.commit))})`" in text
@@ -302,13 +302,13 @@ def test_the_examples_of_the_reference_are_python_that_runs(page: str, tmp_path:
 
 
 def fragments(text: str) -> list[str]:
-    """What a page quotes, without the places where something else stands each time."""
+    """Return the quoted parts of a text, split at the `…` that stand for variable parts."""
     parts = [part.strip() for code in codes(text) for part in re.split("…|;", code)]
     return [part for part in parts if part]
 
 
-def made_up(quoted: Sequence[str]) -> list[str]:
-    """Of what pages quote, what the code does not say."""
+def missing_quotations(quoted: Sequence[str]) -> list[str]:
+    """Return the parts of quotations that no string of the code contains."""
     source = " ".join(texts_of_the_code())
     return [part for text in quoted for part in fragments(text) if part not in source]
 
@@ -324,7 +324,7 @@ def test_every_metric_has_a_row_with_its_type_and_labels_and_nothing_else_does()
     assert described == {each.name: (each.kind, each.labels) for each in DEFINITIONS}
 
 
-def test_every_metric_says_what_it_means_and_what_to_alert_on() -> None:
+def test_every_metric_has_a_meaning_and_an_alert() -> None:
     for name, row in by_name(REFERENCE / "metrics.md", "Name").items():
         assert row["Meaning"], name
         assert row["Alert on"], name
@@ -332,7 +332,7 @@ def test_every_metric_says_what_it_means_and_what_to_alert_on() -> None:
 
 @cache
 def logged() -> dict[str, tuple[set[str], set[str], bool]]:
-    """Every event that the code logs: its levels, its fields, and whether there are some that cannot be read here."""
+    """Return all events that the code logs: levels, fields, and whether there are fields that cannot be read here."""
     found: dict[str, tuple[set[str], set[str], bool]] = {}
     for path in sorted(FLEET.rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
@@ -358,7 +358,7 @@ def fields_of(call: ast.Call) -> set[str]:
 
 
 def events_of_loop(call: ast.Call) -> list[tuple[str, set[str], set[str]]]:
-    """The events that a background loop logs about the errors of its steps."""
+    """Return the events that a background loop logs about the errors of its steps."""
     names = {each.arg: each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)}
     found = [(str(names["defect"]), {"error"}, {"error", "service"})]
     if "failed" in names:
@@ -377,8 +377,8 @@ def is_log(function: ast.expr) -> bool:
     )
 
 
-def test_whatever_is_made_to_log_is_called_log() -> None:
-    """The test below would not see it otherwise."""
+def test_every_event_logger_is_called_log() -> None:
+    """Otherwise the next test would not find its events."""
     for path in sorted(FLEET.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -392,7 +392,7 @@ def test_every_event_that_is_logged_has_a_row_and_nothing_else_does() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(logged()))
-def test_an_events_row_has_its_levels_and_fields(name: str) -> None:
+def test_the_row_of_an_event_has_its_levels_and_fields(name: str) -> None:
     row = by_name(REFERENCE / "logs.md", "Event")[name]
     levels, fields, open_ended = logged()[name]
     assert set(row["Level"].split(", ")) == levels
@@ -405,8 +405,8 @@ def test_an_events_row_has_its_levels_and_fields(name: str) -> None:
 
 
 def commands() -> dict[str, Any]:
-    """Every command by what one types: `runs`, and `runs cancel`."""
-    # Typer brings its own copy of click, whose types it does not publish.
+    """Return all commands as they are typed: `runs`, and `runs cancel`."""
+    # Typer has its own copy of click without public types.
     top = dict(cast("Any", typer.main.get_command(command_line)).commands)
     below = {f"{name} {sub}": each for name, group in top.items() for sub, each in below_of(group).items()}
     return top | below
@@ -421,7 +421,7 @@ def test_every_command_has_a_section_and_nothing_else_does() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
-def test_a_commands_section_has_its_options_and_their_defaults(name: str, tmp_path: Path) -> None:
+def test_the_section_of_a_command_has_its_options_and_their_defaults(name: str, tmp_path: Path) -> None:
     parameters = {
         ", ".join(f"`{option}`" for option in each.opts): "required" if each.required else shown(each.default)
         for each in commands()[name].params
@@ -447,7 +447,7 @@ def test_every_exit_code_of_an_error_is_in_the_table() -> None:
 
 @cache
 def errors() -> tuple[type[FleetError], ...]:
-    """The whole tree, wherever its leaves are; those of tests do not count."""
+    """Return the whole tree of errors, from all modules of the template."""
     for module in pkgutil.walk_packages([str(FLEET)], "app.fleet."):
         importlib.import_module(module.name)
     found: list[type[FleetError]] = [FleetError]
@@ -461,7 +461,7 @@ def test_every_error_has_a_row_with_its_exit_code_and_nothing_else_does() -> Non
     assert described == {error.__name__: str(error.exit_code) for error in errors()}
 
 
-def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+def test_the_drawing_of_the_tree_of_errors_is_correct() -> None:
     drawing = re.search(r"^```\n(FleetError\n.*?)^```", (REFERENCE / "errors.md").read_text(), re.DOTALL | re.MULTILINE)
     assert drawing is not None
     drawn: list[tuple[int, str]] = []
@@ -486,7 +486,7 @@ def test_every_kind_of_problem_has_a_row_with_its_status_and_nothing_else_does()
     assert described == {slug: str(kind.status) for slug, kind in KINDS.items()}
 
 
-def test_every_kind_of_anomaly_that_is_found_is_announced() -> None:
+def test_every_kind_of_anomaly_in_the_code_is_in_the_list_of_kinds() -> None:
     made = [
         call
         for path in FLEET.rglob("*.py")
@@ -497,7 +497,7 @@ def test_every_kind_of_anomaly_that_is_found_is_announced() -> None:
 
 
 @pytest.mark.parametrize("kind", anomalies.KINDS)
-def test_every_kind_of_anomaly_has_a_page_that_says_what_to_see_check_and_do(kind: str) -> None:
+def test_every_kind_of_anomaly_has_a_page_with_symptoms_check_and_remedy(kind: str) -> None:
     page = DOCS / "runbook" / f"{kind}.md"
     assert page.read_text().startswith(f"# {kind}\n")
     assert list(sections(page))[:3] == ["Symptoms", "Check", "Remedy"]
@@ -505,16 +505,16 @@ def test_every_kind_of_anomaly_has_a_page_that_says_what_to_see_check_and_do(kin
 
 @pytest.mark.parametrize("page", ["instance-will-not-start", "runs-fail"])
 def test_every_text_that_the_runbook_quotes_is_in_the_code(page: str) -> None:
-    """The text before and after each `…` of a quotation, word for word."""
-    assert made_up([row["Text"] for row in rows(DOCS / "runbook" / f"{page}.md", "Text")]) == []
+    """The parts of each quotation, without its `…`, are in strings of the code."""
+    assert missing_quotations([row["Text"] for row in rows(DOCS / "runbook" / f"{page}.md", "Text")]) == []
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "runbook").glob("*.md")), ids=lambda page: page.stem)
-def test_a_page_of_the_runbook_says_what_to_see_check_and_do(page: Path) -> None:
+def test_a_page_of_the_runbook_has_a_summary_a_check_and_a_remedy(page: Path) -> None:
     found = list(sections(page))
     assert "Check" in found
     assert {"Remedy", "Messages"} & set(found)
-    assert re.match(r"# .+\n\n\*.+\*\n", page.read_text()), "under the title, what it is about"
+    assert re.match(r"# .+\n\n\*.+\*\n", page.read_text()), "a summary in italics is below the title"
 
 
 def texts_of_the_code() -> Iterator[str]:
@@ -535,12 +535,12 @@ def test_every_endpoint_has_a_row_and_nothing_else_does() -> None:
     own = FastAPI()
     own.include_router(routes.router)
     described = [codes(row["Request"])[0] for row in rows(REFERENCE / "http.md", "Request")]
-    # Without what a service adds, or the tests have added.
+    # Without the routes that the service or the tests add.
     assert set(described) == paths(main.app) - paths(own)
     assert len(set(described)) == len(described)
 
 
-def test_the_public_names_are_those_of_the_page() -> None:
+def test_the_page_of_the_python_reference_lists_exactly_the_public_names() -> None:
     assert {f"`{name}`" for name in fleet.__all__} == set(sections(REFERENCE / "python.md"))
     assert all(hasattr(fleet, name) for name in fleet.__all__)
 
@@ -548,7 +548,7 @@ def test_the_public_names_are_those_of_the_page() -> None:
 def test_every_table_and_sequence_has_its_row() -> None:
     page = REFERENCE / "database.md"
     tables = {table.name for table in metadata.tables.values()}
-    # SQLAlchemy has no public list of them.
+    # SQLAlchemy has no public list of sequences.
     sequences = {sequence.name for sequence in cast("Any", metadata)._sequences.values()}
     described = set(by_name(page, "Object"))
     assert tables | sequences | {"leader_turn", "alembic_version"} == described
@@ -596,15 +596,15 @@ def test_the_numbers_of_a_page_are_those_of_the_code(page: str) -> None:
     for row in rows(DOCS / f"{page}.md", "Constant"):
         module = codes(row["Where"])[0].removesuffix(".py").replace("/", ".")
         value = getattr(importlib.import_module(module), codes(row["Constant"])[0])
-        # What is counted is a whole number; what is measured is in seconds.
+        # Numbers are whole numbers, durations are in seconds.
         assert row["Value"] == (str(value) if isinstance(value, int) else f"{value:.12g} s"), row["Constant"]
 
 
-# -- the whole --------------------------------------------------------------------------------------------------------
+# -- the whole repository ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_to_an_existing_page_and_heading(page: Path) -> None:
     for target in links(page):
         path, _, fragment = target.partition("#")
         leads_to = (page.parent / path).resolve() if path else page
@@ -622,7 +622,7 @@ def test_the_overview_lists_every_page_and_the_readme_leads_to_it() -> None:
 
 
 def test_every_page_that_is_named_anywhere_exists() -> None:
-    """In code, texts and comments too: an error that names a page must not name one that is not there."""
+    """Names of pages in code and comments are checked too: an error message must not name a missing page."""
     for path, text in texts():
         for named in re.findall(r"\bdocs/[\w/.-]*\w", text):
             assert list(ROOT.glob(f"{named}*")), f"{path} names {named}"
@@ -630,17 +630,17 @@ def test_every_page_that_is_named_anywhere_exists() -> None:
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_every_file_that_a_page_for_contributors_names_exists(page: str) -> None:
-    """A page that sends a contributor to a file that has moved is worse than none."""
+    """A file may have moved since the page was written."""
     files = re.findall(r"`((?:app|alembic|docs|tests)/[\w./-]*\w/?)`", (ROOT / page).read_text())
     assert files
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
-def test_every_room_has_its_row_in_the_architecture() -> None:
+def test_every_package_has_a_row_in_the_architecture() -> None:
     rooms = {str(path.parent.relative_to(ROOT)) for path in FLEET.glob("*/__init__.py")}
     rooms |= {str(path.parent.relative_to(ROOT)) for path in (FLEET / "engine").glob("*/__init__.py")}
     named = set(by_name(DOCS / "architecture.md", "Room"))
-    # They are in every room's way, or above all of them.
+    # These two packages are outside of the layers.
     assert rooms - named == {"app/fleet/engine", "app/fleet/telemetry"}
     assert named <= rooms
 
@@ -649,7 +649,7 @@ STATE_CHANGE = re.compile(r'(?:INTO|DELETE FROM) "flotilla"\.(?:finished_)?runs\
 
 
 def files_of_transitions() -> set[str]:
-    """The files that the table of transitions names."""
+    """Return the files that the table of transitions names."""
     table = ast.get_docstring(ast.parse((FLEET / "runs" / "__init__.py").read_text())) or ""
     return set(re.findall(r"\b(\w+\.py)$", table, re.MULTILINE))
 
@@ -688,19 +688,19 @@ def test_every_command_of_make_that_is_named_exists() -> None:
         assert named <= targets, page
 
 
-def test_every_command_of_ours_that_is_named_exists() -> None:
+def test_every_command_of_flotilla_that_is_named_exists() -> None:
     for page in pages():
         named = set(re.findall(r"(?:`|^|bin/|-- )flotilla ([a-z]+)", page.read_text(), re.MULTILINE))
-        # The one that is no command is the name of a session.
+        # `preflight` is not a command but the name of a session.
         assert named <= {*commands(), "preflight"}, page
 
 
 def modules() -> list[Path]:
-    return [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for folder in TEMPLATE_FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_module_says_what_it_is_for(module: Path) -> None:
+def test_every_module_has_a_docstring(module: Path) -> None:
     assert ast.get_docstring(ast.parse(module.read_text()))
 
 
@@ -720,7 +720,7 @@ def test_decisions_are_numbered_without_a_gap() -> None:
 
 @cache
 def texts() -> tuple[tuple[Path, str], ...]:
-    """Every text file of the template; what git ignores is not of it."""
+    """Return all text files of the template, without files that git ignores."""
     ignored = [".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())]
 
     def kept(names: list[str]) -> list[str]:
@@ -728,14 +728,14 @@ def texts() -> tuple[tuple[Path, str], ...]:
 
     names = kept([path.name for path in ROOT.iterdir() if path.is_file()])
     found = [ROOT / name for name in names]
-    for own in OURS:
+    for own in TEMPLATE_FOLDERS:
         for folder, folders, files in os.walk(ROOT / own):
             folders[:] = kept(folders)
             found += [Path(folder, name) for name in kept(files)]
     return tuple((path.relative_to(ROOT), path.read_text(errors="replace")) for path in found)
 
 
-def test_the_pipeline_runs_what_a_desk_runs_and_may_do_nothing_else() -> None:
+def test_the_pipeline_runs_only_the_local_checks_and_has_no_other_permissions() -> None:
     pipeline = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert pipeline["permissions"] == {"contents": "read"}
     (job,) = pipeline["jobs"].values()
@@ -746,14 +746,14 @@ def test_the_pipeline_runs_what_a_desk_runs_and_may_do_nothing_else() -> None:
     assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions)
 
 
-# Written so that they do not match themselves.
-OF_ONE_MACHINE = {
+# These patterns are written so that they do not match themselves.
+MACHINE_PATTERNS = {
     "the host of a package index": r"\bpy[p]i\.|python[h]osted\.|index[-]url[ =]\S*://|/simpl[e]/? *$",
     "the home of a person": r"/hom[e]/\w|/User[s]/\w|/roo[t]/|[A-Z]:\\User[s]",
 }
 
 
-@pytest.mark.parametrize("what", OF_ONE_MACHINE)
-def test_no_file_names_something_of_one_machine(what: str) -> None:
-    pattern = re.compile(OF_ONE_MACHINE[what], re.MULTILINE)
+@pytest.mark.parametrize("what", MACHINE_PATTERNS)
+def test_no_file_contains_a_name_of_one_machine(what: str) -> None:
+    pattern = re.compile(MACHINE_PATTERNS[what], re.MULTILINE)
     assert [(path, found[0]) for path, text in texts() if (found := pattern.search(text))] == []

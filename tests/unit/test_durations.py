@@ -1,4 +1,4 @@
-"""A duration is read in each form that people write it; any other value is refused with a short message."""
+"""A duration is parsed in each supported form; any other value is refused with a short message."""
 
 from datetime import timedelta
 
@@ -12,7 +12,7 @@ from app.fleet.duration import parse_duration
 @pytest.mark.parametrize(
     ("given", "read"), [("90s", 90), ("1h30m", 5400), ("500ms", 0.5), (2, 2), (timedelta(minutes=1), 60)]
 )
-def test_a_duration_is_read(given: object, read: float) -> None:
+def test_a_duration_is_parsed(given: object, read: float) -> None:
     assert parse_duration(given) == read  # type: ignore[arg-type]
 
 

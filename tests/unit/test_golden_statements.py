@@ -1,4 +1,4 @@
-"""Every SQL statement is in `tests/golden/` as it is sent: no change to one goes unseen, wherever its parts are."""
+"""Every SQL statement is in `tests/golden/` as it is sent, so that each change of a statement shows in a review."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ GOLDEN = ROOT / "tests" / "golden"
 WRITE = "make golden"
 
 
-def test_each_statement_is_as_its_golden_file_says() -> None:
+def test_each_statement_equals_its_golden_file() -> None:
     golden = {path.name.removesuffix(".sql"): path.read_text() for path in GOLDEN.glob("*.sql")}
     sent = sql.statements()
     assert golden.keys() == sent.keys(), f"statements came or went; if that is meant: {WRITE}"
@@ -19,7 +19,7 @@ def test_each_statement_is_as_its_golden_file_says() -> None:
 
 
 def test_no_function_builds_a_statement() -> None:
-    """It would be in no golden file. The exception lists runs of several states; `PAGES` has its kinds."""
+    """Such a statement would have no golden file. The exception is `page_sql`; `PAGES` has all its variants."""
     builders = {
         function.name
         for path in (ROOT / "app" / "fleet").rglob("*.py")

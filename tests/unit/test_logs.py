@@ -1,4 +1,4 @@
-"""Log lines are events with fields, in two shapes, valid whatever they are given, and never with a password."""
+"""Log lines are events with fields, as JSON or text: always valid, and without passwords."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ def record(event: str, **fields: object) -> logging.LogRecord:
     return made
 
 
-def test_a_json_line_carries_identity_request_and_fields() -> None:
+def test_a_json_line_has_identity_request_and_fields() -> None:
     formatter = Formatter(as_json=True)
     formatter.identity |= {"namespace": "red", "instance": "red-1"}
     token = request_id.set("r-1")
@@ -28,7 +28,7 @@ def test_a_json_line_carries_identity_request_and_fields() -> None:
     assert line["time"].endswith("+00:00")
 
 
-def test_a_text_line_is_made_to_be_read() -> None:
+def test_a_text_line_has_level_instance_event_and_fields() -> None:
     formatter = Formatter(as_json=False)
     formatter.identity |= {"namespace": "red", "instance": "red-1"}
     line = formatter.format(record("link.lost", reason="timeout"))
@@ -47,7 +47,7 @@ def test_a_json_line_stays_one_line_with_a_traceback() -> None:
 
 
 @pytest.mark.parametrize("level", ["warning", "error"])
-def test_an_error_that_is_logged_brings_its_traceback(level: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logged_error_has_its_traceback(level: str, caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise KeyError("deal")
     except KeyError as error:
@@ -74,7 +74,7 @@ def test_successful_probes_are_not_logged(path: str, status: int, logged: bool) 
     assert is_worth_a_line(made) is logged
 
 
-def test_a_password_is_taken_out_whoever_wrote_the_line() -> None:
+def test_passwords_are_removed_from_the_lines_of_all_loggers() -> None:
     made = logging.LogRecord("some.library", logging.ERROR, __file__, 1, "failed: %s", ("postgresql://a:s3@h/d",), None)
     for as_json in (True, False):
         assert "s3@" not in Formatter(as_json=as_json).format(made)
@@ -99,7 +99,7 @@ def test_a_value_with_control_characters_cannot_forge_a_line(text: str, as_json:
 
 
 @pytest.mark.parametrize("text", LINES)
-def test_an_exceptions_text_cannot_forge_a_line(text: str) -> None:
+def test_the_text_of_an_exception_cannot_forge_a_line(text: str) -> None:
     try:
         raise ValueError(f"first\n{text}")
     except ValueError:
@@ -125,7 +125,7 @@ def test_an_exceptions_text_cannot_forge_a_line(text: str) -> None:
     ],
     ids=["nan", "inf", "long number", "surrogate", "bytes", "unspeakable", "deep", "set", "long text"],
 )
-def test_a_json_line_is_valid_whatever_a_field_holds(value: object) -> None:
+def test_a_json_line_is_valid_for_any_value_of_a_field(value: object) -> None:
     line = Formatter(as_json=True).format(record("run.raised", value=value))
     json.loads(line, parse_constant=pytest.fail)
     line.encode()
@@ -133,7 +133,7 @@ def test_a_json_line_is_valid_whatever_a_field_holds(value: object) -> None:
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_an_exception_that_has_no_text_is_logged_all_the_same(as_json: bool) -> None:
+def test_an_exception_without_a_text_is_logged(as_json: bool) -> None:
     try:
         raise Unspeakable
     except Unspeakable:
@@ -142,17 +142,17 @@ def test_an_exception_that_has_no_text_is_logged_all_the_same(as_json: bool) -> 
     assert "Unspeakable" in Formatter(as_json=as_json).format(made)
 
 
-def test_a_json_line_stays_valid_where_a_password_ends_at_a_quote() -> None:
+def test_a_json_line_is_valid_if_a_password_at_its_end_is_removed() -> None:
     line = json.loads(Formatter(as_json=True).format(record("pool.suspected", reason="password=hunter2")))
     assert line["reason"] == "password=***"
 
 
-def test_a_value_is_hidden_for_the_name_it_stands_under() -> None:
+def test_a_value_is_hidden_because_of_its_name() -> None:
     line = json.loads(Formatter(as_json=True).format(record("config", given={"password": "hunter2", "token": 41})))
     assert line["given"] == {"password": "***", "token": 41}
 
 
-def test_a_long_traceback_keeps_both_ends() -> None:
+def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
     def deeper(n: int) -> None:
         if n:
             deeper(n - 1)

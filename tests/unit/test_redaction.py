@@ -1,4 +1,4 @@
-"""Secrets are taken out of every text that people read."""
+"""Secrets are removed from all texts that people read."""
 
 import pytest
 import sqlalchemy.exc
@@ -31,7 +31,7 @@ from app.fleet.telemetry.redaction import describe, redact
         ("nothing to hide", "nothing to hide"),
     ],
 )
-def test_a_secret_is_found_by_its_shape(text: str, safe: str) -> None:
+def test_a_secret_is_found_by_its_form(text: str, safe: str) -> None:
     assert redact(text) == safe
 
 
@@ -54,13 +54,13 @@ def test_a_password_in_key_value_form_is_hidden_wherever_it_appears() -> None:
 
 
 @pytest.mark.usefixtures("no_secrets")
-def test_a_secret_that_is_part_of_a_word_stays() -> None:
+def test_a_secret_within_a_longer_word_is_not_hidden() -> None:
     FleetSettings.load(database_url="postgresql://app:postgres@db/app")
     assert redact("postgresql 18 as postgres") == "postgresql 18 as ***"
 
 
 @pytest.mark.usefixtures("no_secrets")
-def test_a_short_secret_does_not_tear_words_apart() -> None:
+def test_a_very_short_secret_is_not_hidden() -> None:
     FleetSettings.load(database_url="postgresql://app:db@db/app")
     assert redact("the db is away") == "the db is away"
 
@@ -95,7 +95,7 @@ def test_every_exception_can_be_described(error: BaseException, text: str) -> No
     assert describe(error) == text
 
 
-def test_of_an_enormous_text_the_middle_is_left_out_before_it_is_looked_through() -> None:
+def test_the_middle_of_a_very_long_text_is_removed_before_the_search() -> None:
     described = describe(ValueError("a" * 50_000_000))
     assert described == f"ValueError: {'a' * 10_000}… (49990000 more characters)"
     text = redact(f"password=hunter2 {'a' * 1_000_000} password=hunter2")
@@ -105,5 +105,5 @@ def test_of_an_enormous_text_the_middle_is_left_out_before_it_is_looked_through(
 
 
 def test_parameters_without_an_end_are_hidden_to_the_end_of_the_text() -> None:
-    """And the search does not begin again at each of many beginnings."""
+    """The search does not start again at each of the many beginnings, which would take very long."""
     assert redact("[parameters: " * 2_000 + "hunter2") == "[parameters: ***]"

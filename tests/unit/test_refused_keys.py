@@ -1,4 +1,4 @@
-"""Unknown API keys are slowed down for each address, in a table that stays small whoever sends them."""
+"""Unknown API keys are limited for each address, in a table of bounded size."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_an_address_may_send_some_unknown_keys_and_then_waits_until_its_window_e
     assert keys.unknown_key("192.0.2.1") == 0.0
 
 
-def test_the_table_is_bounded_and_those_who_find_no_place_in_it_share_one(time: Time) -> None:
+def test_the_table_is_bounded_and_all_further_addresses_share_one_entry(time: Time) -> None:
     keys = RefusedKeys(time)
     for number in range(MAX_ADDRESSES):
         keys.unknown_key(f"10.0.{number // 256}.{number % 256}")
@@ -47,7 +47,7 @@ def test_the_addresses_of_one_network_of_ipv6_count_together(time: Time) -> None
     assert keys.unknown_key("::1") == 0.0
 
 
-def test_whatever_is_no_address_is_counted_as_one(time: Time) -> None:
+def test_all_invalid_addresses_are_counted_as_one(time: Time) -> None:
     keys = RefusedKeys(time)
     for number in range(100):
         keys.unknown_key(f"unix:{number}")

@@ -1,4 +1,4 @@
-"""Slots: counted on from the last one, by elapsed time or by the clock on a wall that jumps twice a year."""
+"""Slots: calculated from the previous slot, by elapsed time or by the local time, which jumps twice a year."""
 
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -31,7 +31,7 @@ def at(text: str, zone: str = "UTC") -> datetime:
 
 
 def slots(schedule: Schedule, since: datetime, count: int) -> list[str]:
-    """On the wall of its zone."""
+    """Return the next slots in the local time of the schedule."""
     found = [schedule.after(since)]
     while len(found) < count:
         found.append(schedule.after(found[-1]))
@@ -39,21 +39,21 @@ def slots(schedule: Schedule, since: datetime, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "seconds"),
     [("60s", 60), ("5m", 300), ("1h30m", 5400), ("500ms", 0.5), ("1.5h", 5400), ("1 d", 86400), ("2w", 1209600)],
 )
-def test_a_duration_is_read_as_people_write_it(text: str, worth: float) -> None:
-    assert parse_duration(text) == worth
+def test_a_duration_is_parsed_in_each_form(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "5", "5 minutes", "-5s", "s", "1h-3m", "5S"])
-def test_anything_else_is_no_duration(text: str) -> None:
+def test_any_other_text_is_not_a_duration(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 
 
 @given(st.integers(100, 400 * 86_400_000))
-def test_what_is_written_can_be_read_again(milliseconds: int) -> None:
+def test_a_formatted_duration_can_be_parsed_again(milliseconds: int) -> None:
     assert parse_duration(format_duration(milliseconds / 1000)) == pytest.approx(milliseconds / 1000, rel=1e-9)
 
 
@@ -67,11 +67,11 @@ def test_what_is_written_can_be_read_again(milliseconds: int) -> None:
         Schedule.of("1h", None, "UTC", "5m"),
     ],
 )
-def test_a_schedule_is_written_and_read_again(schedule: Schedule) -> None:
+def test_a_formatted_schedule_can_be_parsed_again(schedule: Schedule) -> None:
     assert Schedule.parse(str(schedule)) == schedule
 
 
-def test_every_counts_from_the_slot_and_not_from_the_clock() -> None:
+def test_an_interval_counts_from_the_slot_and_not_from_the_present_time() -> None:
     slot = at("2026-01-01 00:00")
     assert every("60s").due(slot, slot + timedelta(seconds=7), "once") == ([slot], slot + timedelta(seconds=60))
 
@@ -79,17 +79,17 @@ def test_every_counts_from_the_slot_and_not_from_the_clock() -> None:
 # -- daylight-saving time: in Berlin at 02:00 on 29 March to 03:00, at 03:00 on 25 October back to 02:00 --------------
 
 
-def test_what_falls_into_the_missing_hour_runs_right_after_it_once() -> None:
+def test_a_slot_in_the_missing_hour_is_once_right_after_it() -> None:
     daily = cron("30 2 * * *", BERLIN)
     assert slots(daily, at("2026-03-28 00:00", BERLIN), 3) == ["28 02:30 +0100", "29 03:00 +0200", "30 02:30 +0200"]
 
 
-def test_what_falls_into_the_doubled_hour_runs_once() -> None:
+def test_a_slot_in_the_doubled_hour_occurs_once() -> None:
     daily = cron("30 2 * * *", BERLIN)
     assert slots(daily, at("2026-10-24 00:00", BERLIN), 3) == ["24 02:30 +0200", "25 02:30 +0200", "26 02:30 +0100"]
 
 
-def test_what_runs_more_often_than_hourly_runs_through_both() -> None:
+def test_a_schedule_shorter_than_an_hour_runs_through_both_changes() -> None:
     often = cron("*/30 * * * *", BERLIN)
     assert slots(often, at("2026-10-25 01:30", BERLIN), 5) == [
         "25 02:00 +0200",
@@ -127,20 +127,20 @@ def test_the_latest_slot_of_a_cron_schedule_is_found_backwards(expression: str) 
     assert latest <= now < schedule.after(latest)
 
 
-def test_misfire_once_runs_for_the_latest_alone() -> None:
+def test_misfire_once_runs_only_for_the_latest_slot() -> None:
     slot = at("2026-01-01 00:00")
     due, following = every("1m").due(slot, slot + timedelta(minutes=10, seconds=1), "once")
     assert due == [slot + timedelta(minutes=10)]
     assert following == slot + timedelta(minutes=11)
 
 
-def test_misfire_skip_runs_for_a_slot_that_is_hardly_late() -> None:
+def test_misfire_skip_runs_for_a_slot_that_is_a_few_seconds_late() -> None:
     slot = at("2026-01-01 00:00")
     for late, runs in ((SKIP_TOLERANCE - 1, [slot]), (SKIP_TOLERANCE + 1, [])):
         assert every("1m").due(slot, slot + timedelta(seconds=late), "skip")[0] == runs
 
 
-def test_misfire_all_runs_for_each() -> None:
+def test_misfire_all_runs_for_each_missed_slot() -> None:
     slot = at("2026-01-01 00:00")
     due, following = every("1m").due(slot, slot + timedelta(minutes=3), "all")
     assert due == [slot + timedelta(minutes=number) for number in range(4)]
@@ -148,7 +148,7 @@ def test_misfire_all_runs_for_each() -> None:
 
 
 @pytest.mark.parametrize("schedule", [every("1m"), cron("* * * * *"), cron("0 * * * *", BERLIN)])
-def test_misfire_all_makes_up_so_many_of_the_latest_slots_and_no_more(schedule: Schedule) -> None:
+def test_misfire_all_runs_at_most_for_a_bounded_number_of_the_latest_slots(schedule: Schedule) -> None:
     slot, now = schedule.after(at("2025-01-01 00:00")), at("2026-01-01 00:00")
     made: list[datetime] = []
     following = slot
@@ -161,7 +161,7 @@ def test_misfire_all_makes_up_so_many_of_the_latest_slots_and_no_more(schedule: 
 
 
 @pytest.mark.parametrize("schedule", [every("1d"), cron("0 3 * * *", BERLIN)])
-def test_misfire_all_makes_up_all_of_a_few_slots_however_long_ago(schedule: Schedule) -> None:
+def test_misfire_all_runs_for_a_few_missed_slots_however_old_they_are(schedule: Schedule) -> None:
     slot, now = schedule.after(at("2025-01-01 00:00")), at("2025-04-01 12:00")
     assert schedule.due(slot, now, "all")[0][0] == slot
 
@@ -170,7 +170,7 @@ def test_misfire_all_makes_up_all_of_a_few_slots_however_long_ago(schedule: Sche
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"cron": "61 * * * *"}, "'61 \\* \\* \\* \\*' is not valid: Bad minute"),
         ({"cron": "* * * *"}, "Wrong number of fields"),
@@ -185,6 +185,6 @@ def test_misfire_all_makes_up_all_of_a_few_slots_however_long_ago(schedule: Sche
         ({"every": "1m", "jitter": "500d"}, "`jitter` is"),
     ],
 )
-def test_a_schedule_that_cannot_be_says_why(options: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_schedule_is_refused_with_the_reason(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Schedule.of(options.get("every"), options.get("cron"), options.get("zone", "UTC"), options.get("jitter"))

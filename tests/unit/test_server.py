@@ -1,4 +1,4 @@
-"""The limits for clients are put into uvicorn's configuration, and into nothing else; files are taken as allowed."""
+"""The limits for clients are set only in the configuration of uvicorn, and fit the allowed number of open files."""
 
 import resource
 import signal
@@ -11,36 +11,36 @@ from app.fleet.server.connections import OTHER_FILES, SURPLUS, Connections
 from app.fleet.server.process import Server
 from app.settings import Settings
 
-BESIDE = Settings.load().pool_max + SURPLUS + OTHER_FILES
+OTHER_USES = Settings.load().pool_max + SURPLUS + OTHER_FILES
 
 
-def connections_with(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int) -> tuple[int, list[int]]:
-    """How many connections are accepted where so many files are allowed, and what the limit of files was set to."""
+def connections_with(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, requested: int) -> tuple[int, list[int]]:
+    """Return how many connections are accepted with these limits of open files, and the values set for that limit."""
     given: list[int] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits[0]))
-    connections = Connections(Settings.load(connections=wanted))
+    connections = Connections(Settings.load(connections=requested))
     connections._fit_file_limit()
     return connections.limit, given
 
 
-def test_the_limit_of_files_is_raised_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_open_files_is_raised_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     infinite = resource.RLIM_INFINITY
-    assert connections_with(monkeypatch, 1024, 100_000, 4096) == (4096, [4096 + BESIDE])
-    assert connections_with(monkeypatch, 1024, infinite, 4096) == (4096, [4096 + BESIDE])
+    assert connections_with(monkeypatch, 1024, 100_000, 4096) == (4096, [4096 + OTHER_USES])
+    assert connections_with(monkeypatch, 1024, infinite, 4096) == (4096, [4096 + OTHER_USES])
     assert connections_with(monkeypatch, 50_000, 100_000, 4096) == (4096, [])
     assert connections_with(monkeypatch, infinite, infinite, 4096) == (4096, [])
 
 
-def test_where_too_few_files_are_allowed_fewer_connections_are_accepted_and_it_is_said(
+def test_with_too_few_open_files_allowed_fewer_connections_are_accepted_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert connections_with(monkeypatch, 1024, 1024, 4096) == (1024 - BESIDE, [1024])
+    assert connections_with(monkeypatch, 1024, 1024, 4096) == (1024 - OTHER_USES, [1024])
     assert [record.message for record in caplog.records] == ["server.few_files"]
     assert connections_with(monkeypatch, 64, 64, 4096) == (16, [64])
 
 
-def test_another_protocol_is_left_as_it_is_and_warned_about(
+def test_another_http_protocol_is_not_changed_and_logged_as_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = uvicorn.Config("app.main:app", http="h11", log_config=None)
@@ -53,7 +53,7 @@ def test_another_protocol_is_left_as_it_is_and_warned_about(
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.default_int_handler, "".join])
-def test_where_uvicorn_is_not_the_server_nothing_is_done(monkeypatch: pytest.MonkeyPatch, handler: object) -> None:
+def test_without_uvicorn_as_the_server_nothing_is_changed(monkeypatch: pytest.MonkeyPatch, handler: object) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda _: handler)
     settings = Settings.load()
     server, connections = Server(), Connections(settings)

@@ -1,4 +1,4 @@
-"""Settings are refused as a whole, with a text for the person who set them."""
+"""Invalid settings are refused at the start, with a message for the operator."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def refused(**values: Any) -> str:
     return str(error.value)
 
 
-def test_without_any_setting_it_is_a_development_service_on_the_embedded_database() -> None:
+def test_without_any_setting_the_service_is_in_development_on_the_embedded_database() -> None:
     settings = Settings.load()
     assert settings.embedded
     assert not settings.production
@@ -27,7 +27,7 @@ def test_without_any_setting_it_is_a_development_service_on_the_embedded_databas
     assert settings.drain_delay_seconds == 1.0
 
 
-def test_production_waits_for_load_balancers_and_leaves_migrations_to_the_job() -> None:
+def test_in_production_the_service_waits_for_load_balancers_and_does_not_migrate() -> None:
     _, line = make_key("ops", "admin")
     settings = Settings.load(environment="production", database_url=ADDRESS, api_keys=line)
     assert settings.drain_delay_seconds == 5.0
@@ -36,7 +36,7 @@ def test_production_waits_for_load_balancers_and_leaves_migrations_to_the_job() 
 
 
 @pytest.mark.parametrize("name", ["DATABASE_URL", "FLOTILLA_DATABASE_URL"])
-def test_the_database_may_be_named_with_and_without_the_prefix(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_variable_of_the_database_may_have_the_prefix_or_not(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, ADDRESS)
     settings = Settings.load()
     assert settings.database_url is not None
@@ -54,12 +54,12 @@ def test_a_typing_error_in_the_env_file_is_refused_too(monkeypatch: pytest.Monke
     assert "did you mean FLOTILLA_NAMESPACE?" in refused()
 
 
-def test_what_kubernetes_adds_for_a_service_of_our_name_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_variable_of_kubernetes_is_refused_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOTILLA_SERVICE_HOST", "10.0.0.1")
     assert "enableServiceLinks: false" in refused()
 
 
-def test_a_service_adds_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_can_add_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(FleetSettings):
         feed_token: str = ""
 
@@ -75,7 +75,7 @@ def test_an_invalid_name_is_refused_with_an_example(field: str, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["a", "api-2", "a" * 63, "x--y", "z9"])
-def test_a_valid_name_is_taken(name: str) -> None:
+def test_a_valid_name_is_accepted(name: str) -> None:
     assert Settings.load(namespace=name, instance_name=name).namespace == name
 
 
@@ -90,7 +90,7 @@ def test_production_is_refused_on_the_embedded_database_and_without_keys() -> No
 
 
 @pytest.mark.parametrize("line", ["secret", "ops:root:" + "a" * 64, "ops:admin:short", "ops:admin:" + "A" * 64])
-def test_a_key_that_is_no_hash_is_refused_without_being_repeated(line: str) -> None:
+def test_an_api_key_that_is_not_a_hash_is_refused_without_being_repeated(line: str) -> None:
     text = refused(api_keys=line)
     assert "NAME:SCOPE:SHA256" in text
     assert line not in text
@@ -100,13 +100,13 @@ def test_a_direct_address_alone_is_refused() -> None:
     assert "DATABASE_URL is not" in refused(database_direct_url=ADDRESS)
 
 
-def test_a_shutdown_that_would_not_fit_is_refused_with_the_sum() -> None:
+def test_shutdown_timeouts_beyond_the_grace_period_are_refused_with_their_sum() -> None:
     text = refused(drain_delay=20, drain_timeout=20, pause_timeout=20)
     assert "GRACE_PERIOD is 60 s" in text
     assert "77 s" in text
 
 
-def test_a_pool_with_its_ends_swapped_is_refused() -> None:
+def test_a_pool_minimum_above_the_maximum_is_refused() -> None:
     assert "POOL_MIN (5) is larger than POOL_MAX (2)" in refused(pool_min=5, pool_max=2)
 
 
@@ -114,11 +114,11 @@ def test_a_pool_with_its_ends_swapped_is_refused() -> None:
     ("field", "value"),
     [("port", "http"), ("port", 70000), ("drain_delay", -1), ("environment", "staging"), ("pool_max", 0)],
 )
-def test_a_value_of_the_wrong_kind_names_the_setting(field: str, value: object) -> None:
+def test_the_error_of_an_invalid_value_names_the_setting(field: str, value: object) -> None:
     assert refused(**{field: value}).startswith(f"FLOTILLA_{field.upper()}: ")
 
 
-def test_secrets_are_not_shown_by_accident() -> None:
+def test_the_repr_of_the_settings_has_no_secrets() -> None:
     _, line = make_key("ops", "admin")
     shown = repr(Settings.load(database_url=ADDRESS, api_keys=line))
     assert "hunter2" not in shown

@@ -1,4 +1,4 @@
-"""What is written as JSON can be read again by whoever reads it."""
+"""Stored JSON can be read again by all its readers."""
 
 import json
 import time
@@ -20,19 +20,19 @@ def nested(depth: int, inner: Any = 1) -> Any:
 
 
 @pytest.mark.parametrize("sign", ["", "-"])
-def test_an_integer_is_as_long_as_every_reader_allows(sign: str) -> None:
+def test_an_integer_may_have_as_many_digits_as_all_parsers_accept(sign: str) -> None:
     longest = sign + "9" * MAX_DIGITS
     assert why_unreadable(f'{{"a": {longest}}}') is None
     assert json.loads(longest)
     assert why_unreadable(f'{{"a": [{longest}0]}}') == "it has an integer of more than 4300 digits"
 
 
-def test_digits_in_a_text_are_no_integer() -> None:
+def test_digits_within_a_string_are_not_an_integer() -> None:
     text = pydantic_core.to_json({"a": "1" * 5000, "b": ['\\"', "2" * 5000]}).decode()
     assert why_unreadable(text) is None
 
 
-def test_what_is_as_deep_as_it_may_be_can_be_served_within_a_page_of_runs() -> None:
+def test_a_value_of_the_maximum_depth_can_be_serialised_within_a_page() -> None:
     text = json.dumps(nested(MAX_DEPTH))
     assert why_unreadable(text) is None
     assert pydantic_core.to_json({"items": [{"result": json.loads(text)}]})
@@ -41,7 +41,7 @@ def test_what_is_as_deep_as_it_may_be_can_be_served_within_a_page_of_runs() -> N
     assert why_unreadable(json.dumps(["[" * 1000] * 10)) is None
 
 
-def test_no_text_of_the_allowed_length_takes_long_to_look_through() -> None:
+def test_checking_a_text_of_the_maximum_length_is_fast() -> None:
     began = time.process_time()
     for text in ("9" * 4300 + " ", "[1]," * 10, '"\\"', "[", "x"):
         why_unreadable(text * (1_000_000 // len(text)))
@@ -52,7 +52,7 @@ def test_no_text_of_the_allowed_length_takes_long_to_look_through() -> None:
 @pytest.mark.parametrize(
     "after", [-1, float("nan"), float("inf"), MAX_DURATION + 1, 10**400, "soon", timedelta.max, [], True]
 )
-def test_a_wait_that_cannot_be_is_refused_where_it_is_written(after: Any) -> None:
+def test_an_invalid_retry_delay_is_refused_by_the_constructor(after: Any) -> None:
     with pytest.raises(ValueError, match=r"a wait must be from 0 s to 366d|is not a duration|is no duration"):
         TryAgain("later", after=after)
 
@@ -61,5 +61,5 @@ def test_a_wait_that_cannot_be_is_refused_where_it_is_written(after: Any) -> Non
     ("after", "seconds"),
     [(None, None), (0, 0), (1.5, 1.5), ("1h30m", 5400), (timedelta(minutes=1), 60), (MAX_DURATION, MAX_DURATION)],
 )
-def test_a_wait_is_given_as_every_duration(after: Any, seconds: float | None) -> None:
+def test_a_retry_delay_may_have_any_form_of_a_duration(after: Any, seconds: float | None) -> None:
     assert TryAgain("later", after=after).after == seconds

@@ -136,7 +136,7 @@ def test_every_exception_is_still_needed() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, text in sql.statements().items() if LOCK.search(text)])
-def test_it_is_known_which_tables_a_locking_clause_locks(name: str) -> None:
+def test_the_tables_of_each_locking_clause_are_found(name: str) -> None:
     """A clause whose tables are not found would escape the first test."""
     assert set(locked(sql.statements()[name])) <= OWNER_OF.keys()
     assert set(locked(sql.statements()[name]))

@@ -1,4 +1,4 @@
-"""The command line's tables can be read, whatever stands in them."""
+"""The tables of the command line are readable with any content."""
 
 import pytest
 from rich.console import Console
@@ -15,7 +15,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return capsys
 
 
-def test_a_long_error_is_cut_and_takes_nothing_from_the_other_columns(shown: pytest.CaptureFixture[str]) -> None:
+def test_a_long_error_is_truncated_and_the_other_columns_keep_their_width(shown: pytest.CaptureFixture[str]) -> None:
     terminal.write_table(COLUMNS, [("111", "deliver-alert", ""), ("112", "watch-filings", ERROR)])
     header, first, second = (line.split() for line in shown.readouterr().out.splitlines())
     assert header == list(COLUMNS)
@@ -24,6 +24,6 @@ def test_a_long_error_is_cut_and_takes_nothing_from_the_other_columns(shown: pyt
     assert second[-1].endswith("…")
 
 
-def test_where_there_is_no_room_for_the_others_either_they_are_folded(shown: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_is_wider_than_the_terminal_is_wrapped(shown: pytest.CaptureFixture[str]) -> None:
     terminal.write_table(COLUMNS, [("111", "x" * 100, "")])
     assert shown.readouterr().out.count("x") == 100

@@ -1,4 +1,4 @@
-"""A test run leaves nothing behind, however it ends, and does not meet another one."""
+"""A test run leaves no processes and files behind, however it ends, and does not disturb another one."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from tests.support.fleet import ROOT
 from tests.support.postgres import eventually, free_port
 
-# Marks its environment, and starts a process that leaves its process group and becomes a child of process 1.
+# Marks its environment, and starts a daemon: a process in another process group that becomes a child of process 1.
 STARTER = '''
 import subprocess, sys, time
 from pathlib import Path
@@ -54,7 +54,7 @@ def end(process: "subprocess.Popen[str]") -> None:
     process.stdout.close()
 
 
-def test_what_a_killed_test_process_has_started_is_ended_and_its_folder_removed(tmp_path: Path) -> None:
+def test_processes_of_a_killed_test_process_are_ended_and_its_folder_removed(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     (folder / "below").mkdir(parents=True)
     process, daemon = started(folder, "is killed")
@@ -65,14 +65,14 @@ def test_what_a_killed_test_process_has_started_is_ended_and_its_folder_removed(
     eventually(lambda: not folder.exists())
 
 
-def test_what_a_test_process_has_started_is_ended_when_it_says_so(tmp_path: Path) -> None:
+def test_processes_of_a_test_process_are_ended_when_it_closes_its_reaper(tmp_path: Path) -> None:
     process, daemon = started(tmp_path / "folder", "ends")
     eventually(lambda: not runs(daemon))
     assert process.poll() is None
     end(process)
 
 
-def test_a_process_that_another_test_process_has_started_is_left_alone(tmp_path: Path) -> None:
+def test_processes_of_another_test_process_are_not_ended(tmp_path: Path) -> None:
     ended, its_daemon = started(tmp_path / "one", "is killed")
     other, daemon = started(tmp_path / "other", "is killed")
     end(ended)
@@ -112,8 +112,8 @@ def test_after(): ...
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_goes_on_without_a_test_that_ends_its_worker(tmp_path: Path, workers: int) -> None:
-    """The new worker has one test left to run; or none, and all other workers have been told that there is none."""
+def test_a_test_run_continues_after_a_test_that_ends_its_worker(tmp_path: Path, workers: int) -> None:
+    """The new worker has one test left to run, or none, after all other workers have received their last test."""
     (tmp_path / "conftest.py").write_text(SCHEDULED)
     (tmp_path / "test_it.py").write_text(TESTS.format(workers=workers))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses", str(workers), "."]
@@ -124,7 +124,7 @@ def test_a_run_goes_on_without_a_test_that_ends_its_worker(tmp_path: Path, worke
     assert "1 failed, 4 passed" in done.stdout, done.stdout + done.stderr
 
 
-# A process that can be given this port and no other, and looks for a second at most.
+# A process for which only this port is available, and which searches for at most a second.
 TAKER = """
 import signal, sys
 from tests.support import postgres
@@ -134,6 +134,6 @@ postgres.free_port()
 """
 
 
-def test_a_port_is_given_to_one_process_at_a_time() -> None:
+def test_a_free_port_is_given_to_one_process_at_a_time() -> None:
     take = [sys.executable, "-c", TAKER, str(free_port())]
     assert subprocess.run(take, cwd=ROOT, check=False).returncode == -signal.SIGALRM

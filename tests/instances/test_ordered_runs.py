@@ -1,4 +1,4 @@
-"""Lines keep their order over several instances, whoever is killed or leaves at whatever moment."""
+"""Ordered runs keep their order on several instances, also when instances are killed or leave at random moments."""
 
 import random
 import signal
@@ -15,9 +15,9 @@ from tests.support.ordered import NUMBERED, READ_EFFECTS, runs_by_key
 from tests.support.postgres import eventually
 
 INSTANCES = 3
-ORDERED = 10
+KEYS = 10
 KILLS = 12
-# Of all lines together.
+# Runs per batch, of all ordering keys together.
 BATCH = 40
 LONG = 0.5
 
@@ -33,20 +33,22 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "asked-to-leave"])
-def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: bool) -> None:
+def test_ordered_runs_keep_their_order_when_instances_are_killed_or_leave(
+    fleet: Fleet, address: str, kill: bool
+) -> None:
     """One instance after the other is killed, or leaves in the middle of its runs, and is replaced.
 
-    It takes as long as so many instances need to start, one after the other.
+    The test takes long because each replacement must be ready before the next instance goes.
     """
     chance = random.Random(21)
     instances = fleet.start(INSTANCES)
     leaving: list[InstanceProcess] = []
-    wanted: dict[str, list[int]] = {f"line-{number}": [] for number in range(ORDERED)}
+    expected: dict[str, list[int]] = {f"line-{number}": [] for number in range(KEYS)}
     with psycopg.connect(address, autocommit=True) as session:
         for _ in range(KILLS if kill else KILLS // 4):
             time.sleep(chance.uniform(0.1, 0.6))
-            put_in(chance.choice(instances), wanted, chance)
-            victim = eventually(lambda: one_in_a_long_run(session, instances))
+            trigger_batch(chance.choice(instances), expected, chance)
+            victim = eventually(lambda: find_instance_with_a_long_run(session, instances))
             instances.remove(victim)
             if kill:
                 victim.kill()
@@ -58,17 +60,17 @@ def test_lines_keep_their_order_whoever_goes(fleet: Fleet, address: str, kill: b
         eventually(lambda: session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,), within=90)
         effects = session.execute(READ_EFFECTS).fetchall()
         again = session.execute("SELECT count(*) FROM flotilla.finished_runs WHERE attempt > 1").fetchone()
-    assert runs_by_key(effects) == wanted
+    assert runs_by_key(effects) == expected
     assert all(instance.process.wait(30) != -signal.SIGKILL for instance in leaving)
     if kill:
         assert again is not None
-        assert again[0] > 0, "runs were under way on those that were killed"
+        assert again[0] > 0, "the killed instances were executing runs"
 
 
-def one_in_a_long_run(
+def find_instance_with_a_long_run(
     session: psycopg.Connection[TupleRow], instances: Sequence[InstanceProcess]
 ) -> InstanceProcess | None:
-    """An instance that has begun a long run just now, and so ends in the middle of it."""
+    """Return the instance that has started a long run last, so that it ends in the middle of that run."""
     found = session.execute(
         "SELECT i.pid FROM flotilla.runs AS r JOIN flotilla.instances AS i ON i.id = r.instance_id "
         "WHERE r.state = 'running' AND (r.payload->>'seconds')::float = %s ORDER BY r.started_at DESC",
@@ -78,11 +80,11 @@ def one_in_a_long_run(
     return next((by_pid[pid] for (pid,) in found if pid in by_pid), None)
 
 
-def put_in(instance: InstanceProcess, wanted: dict[str, list[int]], chance: random.Random) -> None:
-    keys = [chance.choice(sorted(wanted)) for _ in range(BATCH)]
+def trigger_batch(instance: InstanceProcess, expected: dict[str, list[int]], chance: random.Random) -> None:
+    keys = [chance.choice(sorted(expected)) for _ in range(BATCH)]
     payloads = [{"seconds": chance.choice((0, 0.01, 0.1, LONG))} for _ in keys]
     runs = [
         {"action": "step", "payload": payload, "ordering_key": key} for key, payload in zip(keys, payloads, strict=True)
     ]
     for key, run_id in zip(keys, instance.trigger_all(runs), strict=True):
-        wanted[key].append(run_id)
+        expected[key].append(run_id)

@@ -1,4 +1,4 @@
-"""What catches a run when nobody was told: the reconciler, the sweep, the death's transaction, and retention."""
+"""Maintenance: what the reconciler, the rescuer and the pruner do about lost messages, dead instances and old runs."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,35 +41,35 @@ SELECT id, 0, clock_timestamp() + make_interval(secs => %s), 1, 'code' FROM acti
 # -- lost notifications -----------------------------------------------------------------------------------------------
 
 
-async def test_a_run_nobody_told_of_is_found(here: LocalInstance) -> None:
+async def test_a_run_without_a_notification_is_found_by_the_reconciler(here: LocalInstance) -> None:
     ((run_id,),) = await here.sql(INSERT, 0)
     assert (await here.ended(run_id)).state == "succeeded"
 
 
-async def test_a_run_for_later_begins_on_time_and_the_next_one_too(
+async def test_runs_for_later_start_on_time_after_one_read_of_the_reconciler(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = [(await here.sql(INSERT, delay))[0][0] for delay in (1.0, 1.3, 1.6)]
-    # One look finds the first of them. From then on there is none, and who has ended a run knows when the next is due.
-    looks = here.engine.reconciler.reads
+    # The reconciler reads once and finds the first run. After that, each claim reads when the next run is due.
+    reads = here.engine.reconciler.reads
     monkeypatch.setattr(reconciler, "INTERVAL", 3600)
     here.engine.reconciler.read_now()
-    await soon(lambda: looked(here, looks + 1))
+    await soon(lambda: reconciler_has_read(here, reads + 1))
     for run_id in ids:
         run = await here.ended(run_id)
         assert run.started_at is not None
         assert run.started_at >= run.run_at
 
 
-async def looked(here: LocalInstance, times: int) -> bool:
+async def reconciler_has_read(here: LocalInstance, times: int) -> bool:
     return here.engine.reconciler.reads >= times
 
 
-# -- what a death left over --------------------------------------------------------------------------------------------
+# -- runs of dead instances -------------------------------------------------------------------------------------------
 
 
-async def test_a_sweep_takes_back_all_runs_of_an_instance_that_is_gone_however_many(address: str) -> None:
-    """The leader that declared it gone may have ended before it came to them."""
+async def test_a_sweep_rescues_all_runs_of_a_gone_instance_also_more_than_a_batch(address: str) -> None:
+    """The leader that declared the instance gone may have ended before it had rescued all of its runs."""
     async with engine_harness(address, declare()) as here:
         gone = (await here.instance("gone")).identity.id
         await here.sql("UPDATE instances SET state = 'gone'")
@@ -84,31 +84,31 @@ async def test_a_sweep_takes_back_all_runs_of_an_instance_that_is_gone_however_m
         assert await here.sql("SELECT state, deaths, count(*) FROM runs GROUP BY 1, 2") == [("pending", 1, 2500)]
 
 
-# -- lost answers -----------------------------------------------------------------------------------------------------
+# -- lost responses ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_claim_whose_answer_was_lost_is_put_back_and_made_again(
+async def test_runs_of_a_claim_without_a_response_become_pending_and_are_claimed_again(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claimant = here.engine.claimant
     genuine = claimant.claim
     lost: list[Any] = []
 
-    async def lose_the_first(*given: Any) -> list[tuple[Any, ...]]:
+    async def lose_first_response(*given: Any) -> list[tuple[Any, ...]]:
         rows = await genuine(*given)
         if rows and not lost:
             lost.extend(rows)
-            raise psycopg.OperationalError("the connection broke under the answer")
+            raise psycopg.OperationalError("the connection broke before the response")
         return rows
 
-    monkeypatch.setattr(claimant, "claim", lose_the_first)
+    monkeypatch.setattr(claimant, "claim", lose_first_response)
     run_id = await here.trigger("echo")
     run = await here.ended(run_id)
     assert [row[0] for row in lost] == [run_id]
     assert (run.state, run.attempt) == ("succeeded", 1), "as if it had not been claimed"
 
 
-async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
+async def test_claimed_runs_start_even_if_reading_the_next_due_time_fails(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claimant = here.engine.claimant
@@ -116,7 +116,7 @@ async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
 
     async def fail(*_: Any) -> None:
         asked.append(True)
-        raise psycopg.OperationalError("the connection broke under the question")
+        raise psycopg.OperationalError("the connection broke during the query")
 
     monkeypatch.setattr(claimant, "_read_next_due", fail)
     await here.engine.triggers.trigger([Order("echo", run_at=datetime.now(UTC) + timedelta(hours=1))])
@@ -126,24 +126,24 @@ async def test_runs_that_were_claimed_are_begun_though_the_next_question_fails(
     assert asked
 
 
-async def test_a_completion_whose_answer_was_lost_is_no_late_writer(
+async def test_repeating_a_completion_without_a_response_is_not_counted_as_fenced(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = here.engine.executor.writer
     genuine = writer._finish
     lost: list[bool] = []
 
-    async def lose_the_first(*given: Any) -> None:
+    async def lose_first_response(*given: Any) -> None:
         if not lost:
             settled = writer._settled
             monkeypatch.setattr(writer, "_settled", lambda _: None)
             await genuine(*given)
             monkeypatch.setattr(writer, "_settled", settled)
             lost.append(True)
-            raise psycopg.OperationalError("the connection broke under the answer")
+            raise psycopg.OperationalError("the connection broke before the response")
         await genuine(*given)
 
-    monkeypatch.setattr(writer, "_finish", lose_the_first)
+    monkeypatch.setattr(writer, "_finish", lose_first_response)
     run = await here.run("echo", {"a": 1})
     assert lost
     assert run.result == {"a": 1}
@@ -151,34 +151,34 @@ async def test_a_completion_whose_answer_was_lost_is_no_late_writer(
     assert writer.fenced["completion"] == 0
 
 
-async def test_events_whose_answer_was_lost_are_there_once(
+async def test_events_are_stored_once_even_if_the_response_to_their_write_is_lost(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     genuine = stream.append
     lost: list[int] = []
 
-    async def lose_every_other(*given: Any) -> set[tuple[int, int]]:
+    async def lose_every_other_response(*given: Any) -> set[tuple[int, int]]:
         stale = await genuine(*given)
         lost.append(len(given[2]))
         if len(lost) % 2:
-            raise psycopg.OperationalError("the connection broke under the answer")
+            raise psycopg.OperationalError("the connection broke before the response")
         return stale
 
-    monkeypatch.setattr(stream, "append", lose_every_other)
+    monkeypatch.setattr(stream, "append", lose_every_other_response)
     first, second = await here.trigger_all([Order("chatter", {"count": 30, "pause": 0.0})] * 2)
     for run_id in (first, second):
         assert (await here.ended(run_id)).state == "succeeded"
-        told = await here.sql("SELECT seq, data->>'n' FROM run_events WHERE run_id = %s ORDER BY seq", run_id)
-        assert told == [(3 + number, str(number)) for number in range(30)]
+        stored = await here.sql("SELECT seq, data->>'n' FROM run_events WHERE run_id = %s ORDER BY seq", run_id)
+        assert stored == [(3 + number, str(number)) for number in range(30)]
     assert len(lost) > 1
     assert not here.engine.executor.writer.fenced
 
 
-async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here: LocalInstance, address: str) -> None:
+async def test_an_attempt_is_stopped_when_another_instance_has_taken_its_run(here: LocalInstance, address: str) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     attempt = await here.attempt(run_id)
     async with local_instance(address, actions=("tests.support.trial_schedules",)) as other:
-        # The new owner lives, so nobody takes the run back.
+        # The new owner is alive, so the rescuer does not rescue the run.
         owner = other.running.context.member.identity
         assert owner is not None
         taken = "UPDATE runs SET token = token + 1, instance_id = %s WHERE id = %s RETURNING 1"
@@ -186,13 +186,13 @@ async def test_a_run_that_was_taken_from_a_living_instance_is_stopped_there(here
         await ended_fenced(attempt)
 
 
-async def test_a_run_that_was_taken_and_claimed_again_by_the_same_instance_has_its_former_attempt_stopped(
+async def test_the_former_attempt_is_stopped_when_its_own_instance_claims_the_run_again(
     here: LocalInstance,
 ) -> None:
     run_id = await here.trigger("nap", {"seconds": 60})
     former = await here.attempt(run_id)
-    # The claim must notice it alone: the reconciler does not compare.
-    with here.unwatched():
+    # Only the new claim can detect the former attempt: the reconciler does not compare.
+    with here.without_comparison():
         await here.sql("UPDATE runs SET state = 'pending' WHERE id = %s RETURNING 1", run_id)
         here.engine.reconciler.read_now()
         await ended_fenced(former)
@@ -205,13 +205,13 @@ async def ended_fenced(attempt: Attempt) -> None:
     assert attempt.ending is Ending.FENCED
 
 
-async def test_a_limit_that_is_only_in_the_table_is_learnt(here: LocalInstance) -> None:
+async def test_the_reconciler_reads_a_limit_that_only_the_table_has(here: LocalInstance) -> None:
     await here.sql("UPDATE actions SET concurrency = 1 WHERE name = 'nap' RETURNING 1")
     for run_id in await here.trigger_all([Order("nap", {"seconds": 0.01})] * 5):
         await here.ended(run_id)
 
 
-async def test_with_few_connections_everything_goes_on(address: str) -> None:
+async def test_runs_and_requests_succeed_with_a_pool_of_one_connection(address: str) -> None:
     async with local_instance(address, pool_min=1, pool_max=1) as here:
         for run_id in await here.trigger_all([Order("echo")] * 50):
             await here.ended(run_id)
@@ -221,11 +221,11 @@ async def test_with_few_connections_everything_goes_on(address: str) -> None:
 # -- late writers -----------------------------------------------------------------------------------------------------
 
 
-async def test_every_write_of_an_old_token_is_refused_while_another_attempt_is_running(here: LocalInstance) -> None:
+async def test_every_write_with_an_old_token_is_fenced_while_another_attempt_runs(here: LocalInstance) -> None:
     run_ids = [await here.trigger("nap", {"seconds": 60}) for _ in range(4)]
     by_checkpoint, by_guard, by_commit, by_event = [await here.handle(each) for each in run_ids]
-    with here.unwatched():
-        # As if each had been taken over, and run again, by somebody who lives: the row is running, under another token.
+    with here.without_comparison():
+        # As if a living instance had claimed each run again: the rows are running, with another token.
         await here.sql("UPDATE runs SET token = token + 1 RETURNING 1")
         with pytest.raises(Fenced):
             await by_checkpoint.checkpoint({"late": True})
@@ -251,7 +251,7 @@ async def within_commit(run: Run[Any]) -> None:
         pass
 
 
-async def test_a_commit_waits_for_what_the_run_said_before(
+async def test_a_commit_waits_until_earlier_events_of_the_run_are_written(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await here.sql(EFFECTS)
@@ -269,10 +269,10 @@ async def test_a_commit_waits_for_what_the_run_said_before(
     assert not writer.fenced
 
 
-# -- hung and dead ----------------------------------------------------------------------------------------------------
+# -- runs that hang or kill their instance ----------------------------------------------------------------------------
 
 
-async def test_what_hangs_beyond_its_deadline_is_taken_back_or_failed(address: str) -> None:
+async def test_a_run_beyond_its_deadline_becomes_pending_or_failed(address: str) -> None:
     async with engine_harness(address, declare(retries=1)) as here:
         await here.trigger(Order("tick"), Order("tick"))
         one = await here.instance("one")
@@ -287,8 +287,8 @@ async def test_what_hangs_beyond_its_deadline_is_taken_back_or_failed(address: s
         assert await here.sql("SELECT id, state, error FROM finished_runs") == [(second.run_id, "failed", error)]
 
 
-async def test_a_run_that_is_to_be_cancelled_is_not_given_back(address: str) -> None:
-    """Neither by the sweep nor by a death, and whatever it has of retries: also while its action is paused."""
+async def test_a_run_with_a_cancellation_request_is_cancelled_instead_of_rescued(address: str) -> None:
+    """The sweep and the transaction that declares an instance gone cancel such a run, whatever retries it has left."""
     async with engine_harness(address, declare()) as here:
         hung, orphaned = await here.trigger(Order("tick"), Order("tick"))
         one = await here.instance("one")
@@ -304,7 +304,7 @@ async def test_a_run_that_is_to_be_cancelled_is_not_given_back(address: str) -> 
         assert ended == [(run_id, "cancelled", "cancelled on request") for run_id in (hung, orphaned)]
 
 
-async def test_a_run_within_its_deadline_is_left_alone(address: str) -> None:
+async def test_a_sweep_does_not_change_a_run_within_its_deadline(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         await here.trigger(Order("tick"))
         await (await here.instance("one")).claim()
@@ -313,7 +313,7 @@ async def test_a_run_within_its_deadline_is_left_alone(address: str) -> None:
         assert await here.sql("SELECT state FROM runs") == [("running",)]
 
 
-async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(address: str) -> None:
+async def test_a_run_that_was_locked_when_its_instance_was_declared_gone_is_rescued_later(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
         one = await here.instance("one")
@@ -323,7 +323,7 @@ async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(addr
             death.execute("UPDATE flotilla.instances SET state = 'gone'")
             rescuer.Rescue(NAMESPACE)(death, [one.identity.id])
             death.commit()
-            assert await here.sql("SELECT state FROM runs") == [("running",)], "nobody waited for the lock"
+            assert await here.sql("SELECT state FROM runs") == [("running",)], "the rescue did not wait for the lock"
         async with here.database.autocommit() as connection:
             await rescuer.sweep(connection, NAMESPACE)
         assert await here.sql("SELECT state, deaths, error FROM runs") == [
@@ -331,7 +331,7 @@ async def test_a_run_that_the_death_found_locked_is_taken_back_by_the_sweep(addr
         ]
 
 
-async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -> None:
+async def test_a_run_fails_after_it_has_killed_the_maximum_number_of_instances(address: str) -> None:
     async with engine_harness(address, declare()) as here:
         (run_id,) = await here.trigger(Order("tick"))
         for number in range(requeue.MAX_DEATHS):
@@ -347,7 +347,7 @@ async def test_a_run_that_kills_whoever_runs_it_is_ended_at_last(address: str) -
 # -- retention --------------------------------------------------------------------------------------------------------
 
 
-async def test_what_ended_long_enough_ago_is_forgotten_with_its_events_and_its_key(
+async def test_an_expired_run_is_deleted_with_its_events_and_its_key(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruner, "BATCH", 40)
@@ -366,7 +366,9 @@ async def test_what_ended_long_enough_ago_is_forgotten_with_its_events_and_its_k
     assert again != walked.id
 
 
-async def test_a_batch_that_takes_too_long_is_halved(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_pruner_halves_a_batch_that_takes_too_long(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = """
         CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN PERFORM pg_sleep(0.02); RETURN OLD; END $$;
@@ -395,7 +397,7 @@ CREATE TRIGGER slow BEFORE DELETE ON finished_runs FOR EACH ROW WHEN (OLD.id = {
 EXPIRE = "UPDATE finished_runs SET expires_at = now() - interval '1 h' + id * interval '1 ms' RETURNING id"
 
 
-async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none_behind_it(
+async def test_the_pruner_skips_a_run_that_it_cannot_delete_in_time(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruner, "TIME_LIMIT", 0.3)
@@ -407,14 +409,14 @@ async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none
         assert await here.engine.pruner.prune() == 39
         assert await here.sql("SELECT id FROM finished_runs") == [(first,)]
         ((tried,),) = await here.sql("SELECT last_value FROM tried")
-        assert tried <= 8, "halved until it was alone"
+        assert tried <= 8, "the batch was halved until the slow run was alone in it"
         assert here.engine.pruner.skipped == 1
-        # What ended meanwhile is pruned; the one that was skipped is not tried at each round.
+        # A run that ended in the meantime is pruned; the skipped run is not tried again in each round.
         await here.run("noop")
         await here.sql("UPDATE finished_runs SET expires_at = now() WHERE id > %s RETURNING 1", first)
         assert await here.engine.pruner.prune() == 1
         assert await here.sql("SELECT last_value FROM tried") == [(tried,)]
-        # And later it is.
+        # Later it is.
         await here.sql("DROP TRIGGER slow ON finished_runs")
         monkeypatch.setattr(here.engine.pruner, "_restart_at", 0.0)
         assert await here.engine.pruner.prune() == 1
@@ -422,7 +424,7 @@ async def test_a_run_that_cannot_be_deleted_in_time_is_skipped_and_holds_up_none
 
 
 async def with_many_events(here: LocalInstance) -> int:
-    """Make a run that failed, and whose retention is over."""
+    """Create a failed run whose retention is over, with 101 stored events."""
     run = await here.run("give-up")
     await here.sql("UPDATE finished_runs SET events = 104, expires_at = now() - interval '1 h' RETURNING 1")
     await here.sql(
@@ -432,10 +434,10 @@ async def with_many_events(here: LocalInstance) -> int:
     return run.id
 
 
-async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
+async def test_the_pruner_deletes_a_bounded_number_of_events_at_a_time(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = """
+    limit_of_events = """
         CREATE FUNCTION few() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN
             IF (SELECT count(*) FROM gone) > 10 THEN RAISE 'too many at once'; END IF;
@@ -446,13 +448,13 @@ async def test_the_events_of_a_run_are_deleted_a_bounded_number_at_a_time(
     """
     monkeypatch.setattr(pruner, "MAX_EVENTS", 10, raising=False)
     await with_many_events(here)
-    await here.sql(most)
+    await here.sql(limit_of_events)
     assert await here.engine.pruner.prune() == 1
     assert await here.sql("SELECT count(*) FROM run_events") == [(0,)]
     assert await here.sql("SELECT count(*) FROM finished_runs") == [(0,)]
 
 
-async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retried(
+async def test_a_run_with_partly_pruned_events_can_be_neither_followed_nor_retried(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruner, "MAX_EVENTS", 10)
@@ -473,12 +475,12 @@ async def test_a_run_that_lost_some_of_its_events_is_neither_followed_nor_retrie
     assert await here.sql("SELECT count(*) FROM run_events") == [(83,)]
     assert (await here.running.client.post(f"/runs/{run_id}/retry")).status_code == 404
     assert (await here.running.client.get(f"/runs/{run_id}/events")).status_code == 404
-    # Another leader, or this one later.
+    # A new pruner, as on the next leader, deletes the rest.
     assert await pruner.Pruner(here.running.context.database, here.running.context.member).prune() == 1
     assert await here.sql("SELECT count(*) FROM run_events") == [(0,)]
 
 
-async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
+async def test_a_prune_of_one_table_that_fails_or_hangs_does_not_delay_the_others(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruner, "INTERVAL", 0.02)
@@ -501,31 +503,33 @@ async def test_a_prune_that_fails_or_hangs_holds_up_none_of_the_others(
         await soon(lambda: own.sql("SELECT 1 WHERE NOT EXISTS (SELECT FROM finished_runs)"))
 
 
-async def test_a_feed_that_nobody_reads_is_pruned(here: LocalInstance) -> None:
+async def test_a_feed_without_readers_is_pruned(here: LocalInstance) -> None:
     await here.run("noop")
     await here.sql("UPDATE feed SET at = at - interval '1 h' RETURNING 1")
     await here.engine.pruner.prune_feed()
     assert await here.sql("SELECT state, first, many FROM feed") == [("unread", 1, 3)]
 
 
-# -- a rush of slots --------------------------------------------------------------------------------------------------
+# -- claiming, and the parts of the queues ----------------------------------------------------------------------------
 
 
-async def test_an_instance_that_has_many_slots_to_make_runs_of_leaves_runs_to_others_for_that_long(
+async def test_an_instance_does_not_claim_while_its_claiming_is_paused(
     here: LocalInstance,
 ) -> None:
     here.engine.dispatcher.pause_claiming(True)
     run_id = await here.trigger("echo")
-    # It was told of the run, and has looked for others as well.
-    looks = here.engine.reconciler.reads
+    # The instance was notified of the run, and its reconciler has read the queues.
+    reads = here.engine.reconciler.reads
     here.engine.reconciler.read_now()
-    await soon(lambda: looked(here, looks + 2))
-    assert (await here.look(run_id)).state == "pending"
+    await soon(lambda: reconciler_has_read(here, reads + 2))
+    assert (await here.read(run_id)).state == "pending"
     here.engine.dispatcher.pause_claiming(False)
     assert (await here.ended(run_id)).state == "succeeded"
 
 
-async def test_a_defect_of_ours_ends_no_service(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unexpected_exception_does_not_end_a_service_of_the_engine(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dispatcher, scheduler, reconciler = here.engine.dispatcher, here.engine.scheduler, here.engine.reconciler
     for each, method in ((dispatcher, "_claim"), (scheduler, "_schedule"), (reconciler, "_reconcile")):
         genuine = getattr(each, method)
@@ -551,27 +555,29 @@ async def test_a_defect_of_ours_ends_no_service(here: LocalInstance, monkeypatch
     assert (await here.ended(run_id)).state == "succeeded"
 
 
-async def test_instances_with_the_same_actions_learn_which_part_of_many_places_is_theirs(
+async def test_instances_with_the_same_actions_divide_the_queues_among_them(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # At once: nobody waits for its next look.
+    # The instances learn their parts at once, not with the next read of the reconciler.
     monkeypatch.setattr(reconciler, "INTERVAL", 3600)
     async with (
         local_instance(address) as one,
         local_instance(address) as two,
         service(address, actions=("benchmarks.actions",)) as other,
     ):
-        readies = [each.engine.backlog for each in (one, two)]
-        await soon(lambda: one.sql("SELECT 1 WHERE %s", sorted(each.part for each in readies) == [(0, 2), (1, 2)]))
+        backlogs = [each.engine.backlog for each in (one, two)]
+        await soon(lambda: one.sql("SELECT 1 WHERE %s", sorted(each.part for each in backlogs) == [(0, 2), (1, 2)]))
         assert other.context.engine.backlog.part == (0, 1)
 
 
-async def test_nobodys_part_of_many_places_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queues_in_the_part_of_an_absent_instance_are_claimed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reconciler, "INTERVAL", 3600)
     async with local_instance(address) as here:
-        ready = here.engine.backlog
+        backlog = here.engine.backlog
         await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.reads >= 2))
-        # As if another instance had this action in its part, and were not there any more.
-        ready.part = ((here.engine.catalogue.id_of("noop") + 1) % 2, 2)
+        # As if this action were in the part of another instance that has ended since.
+        backlog.part = ((here.engine.catalogue.id_of("noop") + 1) % 2, 2)
         for run_id in await here.trigger_all([Order("noop", priority=number) for number in range(MANY + 1)]):
             assert (await here.ended(run_id)).state == "succeeded"

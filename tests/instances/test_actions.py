@@ -1,4 +1,4 @@
-"""Actions that misbehave, releases that differ: what goes wrong stays where it is, and says so."""
+"""Actions on real instances: invalid declarations, misbehaving actions, different releases, pauses, cancellations."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ WRONG = {
     "option": '@action("ship-it", overlap="never")',
     "twice": '@action("ship-it")\nasync def first(_: Run) -> None: ...\n\n@action("ship-it")',
 }
-SAID = {
+MESSAGES = {
     "cron": "the cron expression '61 * * * *' is not valid: Bad minute",
     "zone": "there is no time zone 'Europe/Atlantis'",
     "option": "`overlap` is 'never', and must be one of 'skip', 'queue', 'allow'",
@@ -33,23 +33,23 @@ SAID = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_with_an_action_declared_wrongly_the_service_does_not_start_and_says_which(
+def test_a_service_with_an_invalid_action_does_not_start_and_names_the_action(
     address: str, tmp_path: Path, mistake: str
 ) -> None:
     declared = f"from app.fleet import Run, action\n\n{WRONG[mistake]}\nasync def ship(_: Run) -> None: ...\n"
     (tmp_path / "wrong_actions.py").write_text(declared)
     done = run("serve", "--port", "0", address=address, env={"FLOTILLA_ACTIONS": "wrong_actions"}, cwd=tmp_path)
     assert done.returncode != 0
-    said = done.stdout + done.stderr
-    assert SAID[mistake] in said
-    assert "'ship-it'" in said
-    assert "Traceback" not in said
+    output = done.stdout + done.stderr
+    assert MESSAGES[mistake] in output
+    assert "'ship-it'" in output
+    assert "Traceback" not in output
     assert environment(address, {})["FLOTILLA_LOG_FORMAT"] == "json"
 
 
 def test_a_run_that_blocks_its_instance_is_ended_by_another(fleet: Fleet) -> None:
     (blocked,) = fleet.start()
-    # From outside: an answer of its own may be what it blocks.
+    # From the command line, because the blocked instance may not respond to a request.
     order = ["trigger", "block", "--payload", '{"seconds": 120}', "--json"]
     made = run(*order, address=fleet.address, env={"FLOTILLA_ACTIONS": TRIAL})
     assert made.returncode == 0, made.stderr
@@ -64,7 +64,7 @@ def test_a_run_that_blocks_its_instance_is_ended_by_another(fleet: Fleet) -> Non
     assert other.ended(other.trigger("echo")["id"])["state"] == "succeeded"
 
 
-def test_runs_that_raise_quit_hang_and_return_nonsense_disturb_nobody(fleet: Fleet) -> None:
+def test_runs_that_raise_exit_hang_or_return_nonsense_do_not_disturb_other_runs(fleet: Fleet) -> None:
     (instance,) = fleet.start()
     bad = ["fail", "quit", "hang", "deaf", "deaf-thread", "not-json", "give-up"]
     ids = instance.trigger_all([{"action": name} for name in bad for _ in range(5)])
@@ -73,10 +73,10 @@ def test_runs_that_raise_quit_hang_and_return_nonsense_disturb_nobody(fleet: Fle
     assert {instance.ended(run_id)["state"] for run_id in ids} == {"failed"}
     assert instance.status() == 200
     instance.terminate()
-    assert instance.wait_exit() in {0, -15}, "attempts that never end do not keep the process"
+    assert instance.wait_exit() in {0, -15}, "attempts that never end do not keep the process alive"
 
 
-def test_an_action_is_only_claimed_where_it_exists(fleet: Fleet) -> None:
+def test_runs_are_claimed_only_by_instances_that_declare_their_action(fleet: Fleet) -> None:
     (older,) = fleet.start(FLOTILLA_ACTIONS="tests.support.trial_schedules")
     (newer,) = fleet.start()
     ids = newer.trigger_all([{"action": "nap", "payload": {"seconds": 0.01}}] * 200)
@@ -92,7 +92,7 @@ def test_an_action_is_only_claimed_where_it_exists(fleet: Fleet) -> None:
     assert again.ended(waiting["id"])["state"] == "succeeded"
 
 
-def test_a_paused_action_takes_triggers_and_runs_none_until_it_is_resumed_anywhere(fleet: Fleet) -> None:
+def test_a_paused_action_accepts_triggers_and_starts_no_run_until_it_is_resumed(fleet: Fleet) -> None:
     one, two = fleet.start(2)
     assert one.client.post("/actions/echo/pause").json()["state"] == "paused"
     ids = two.trigger_all([{"action": "echo"}] * 20)
@@ -103,7 +103,7 @@ def test_a_paused_action_takes_triggers_and_runs_none_until_it_is_resumed_anywhe
     assert {one.ended(run_id)["state"] for run_id in ids} == {"succeeded"}
 
 
-def test_a_run_is_cancelled_from_any_instance(fleet: Fleet) -> None:
+def test_a_run_can_be_cancelled_through_any_instance(fleet: Fleet) -> None:
     (owner,) = fleet.start()
     run_id = owner.trigger("nap", {"seconds": 60})["id"]
     eventually(lambda: owner.run(run_id)["state"] == "running")
@@ -113,7 +113,7 @@ def test_a_run_is_cancelled_from_any_instance(fleet: Fleet) -> None:
     assert (ended["state"], ended["error"], ended["instance"]) == ("cancelled", "cancelled on request", "flotilla-1")
 
 
-def test_the_register_says_how_many_runs_are_under_way(fleet: Fleet) -> None:
+def test_the_registry_has_the_number_of_running_runs_of_an_instance(fleet: Fleet) -> None:
     (instance,) = fleet.start()
     instance.trigger_all([{"action": "nap", "payload": {"seconds": 20}}] * 7)
     eventually(lambda: instance.me()["running"] == 7)

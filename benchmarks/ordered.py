@@ -1,4 +1,4 @@
-"""No-op runs with ordering keys, executed by one process, compared with runs without: the cost of an order.
+"""The cost of an order: no-op runs with ordering keys, executed by one process, compared with runs without a key.
 
 Each round is a burn-down as in `throughput`, on one real server process and one database. With one ordering key, each
 run waits until the end of the run before it is durable: a claim and a completion, one after the other. With many keys,
@@ -17,9 +17,9 @@ from tests.support.fleet import Fleet
 from tests.support.postgres import Postgres
 
 ROUNDS = 3
-PLAIN = "no lines"
+PLAIN = "no key"
 # The number of ordering keys, and of runs in all of them together.
-SHAPES = {PLAIN: (0, 50_000), "1 line": (1, 5000), "100 lines": (100, 20_000), "5,000 lines": (5000, 20_000)}
+SHAPES = {PLAIN: (0, 50_000), "1 key": (1, 5000), "100 keys": (100, 20_000), "5,000 keys": (5000, 20_000)}
 MIN_LAST_QUARTER = 0.75
 
 QUARTERS = """
@@ -53,7 +53,7 @@ def run(*, short: bool) -> None:
     for name, each in measured.items():
         print(rates(name, each, ours=None if name == PLAIN else plain))
     kept = verdict(statistics.median(quarters) >= MIN_LAST_QUARTER)
-    print(f"{'1 line, its last quarter against its first':<46} {spread(quarters)}   ≥ {MIN_LAST_QUARTER:g}: {kept}")
+    print(f"{'1 key, its last quarter against its first':<46} {spread(quarters)}   ≥ {MIN_LAST_QUARTER:g}: {kept}")
 
 
 def last_quarter(postgres: Postgres, address: str, runs: int) -> float:
