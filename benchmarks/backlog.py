@@ -28,7 +28,7 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool.pool import Connection
 from app.fleet.engine.dispatch.backlog import DueQueue
-from app.fleet.engine.dispatch.claim import Claimant
+from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.runs.insert import INSERT
 from benchmarks.conditions import ACTIONS, durable_server
 from benchmarks.report import distribution, percentile, verdict

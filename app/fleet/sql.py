@@ -1,4 +1,4 @@
-"""Print the SQL statements that Flotilla sends, by name: `python -m app.fleet.sql dispatch.claim.CLAIM`.
+"""Print the SQL statements that Flotilla sends, by name: `python -m app.fleet.sql runs.claim.CLAIM`.
 
 Every statement that names a table is a constant of the type `Statement`, or a value of a mapping of statements. Its
 name here is the module's name below `app.fleet`, a dot and the constant's name. It is printed as PostgreSQL receives

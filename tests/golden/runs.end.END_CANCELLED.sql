@@ -7,7 +7,7 @@ WITH own AS MATERIALIZED (
     SELECT *
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
          AS e (id, token, state, result, error)
-), gone AS (
+), removed AS (
     DELETE FROM "flotilla".runs AS r
     USING ended AS e
     WHERE r.id = ANY (ARRAY(SELECT id FROM own)) AND r.id = e.id AND r.token = e.token AND r.state COLLATE "C" = 'running'
@@ -16,7 +16,7 @@ WITH own AS MATERIALIZED (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT ended_as, instance, count(*), array_agg(id), array_agg(action_id), array_agg(events + 1), array_agg(attempt)
-    FROM gone
+    FROM removed
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
@@ -27,9 +27,9 @@ INSERT INTO "flotilla".finished_runs (
     ordering_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at,
     finished_at, expires_at
 )
-SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
-       g.scheduled_for, g.key, g.ordering_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
-       g.events + 1, g.running_seq, g.created_at, g.started_at, clock_timestamp(),
-       clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = g.action_id)
-FROM gone AS g
+SELECT r.id, r.action_id, r.ended_as, r.priority, r.run_at, r.token, r.instance, r.attempt, r.max_attempts, r.trigger,
+       r.scheduled_for, r.key, r.ordering_key, r.payload, r.checkpoint, r.progress, r.ended_with::json, r.ended_by,
+       r.events + 1, r.running_seq, r.created_at, r.started_at, clock_timestamp(),
+       clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = r.action_id)
+FROM removed AS r
 RETURNING id

@@ -3,11 +3,11 @@ WITH old AS MATERIALIZED (
     FROM "flotilla".finished_runs
     WHERE id = ANY (%(ids)s::int8[]) AND expires_at < statement_timestamp()
     FOR UPDATE SKIP LOCKED
-), gone AS (
+), removed AS (
     DELETE FROM "flotilla".finished_runs WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING id
 ), events AS (
     DELETE FROM "flotilla".run_events WHERE run_id = ANY (ARRAY(SELECT id FROM old))
 ), keys AS (
     DELETE FROM "flotilla".run_keys WHERE run_id = ANY (ARRAY(SELECT id FROM old))
 )
-SELECT id FROM gone
+SELECT id FROM removed

@@ -15,7 +15,7 @@ from app.fleet.duration import RATE_TOLERANCE
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.backlog import MANY, QueueKey
-from app.fleet.engine.dispatch.claim import LIMIT_RETRY
+from app.fleet.engine.dispatch.claimant import LIMIT_RETRY
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.runs.claim import ALLOWED, CLAIM, Row

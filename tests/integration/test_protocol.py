@@ -27,11 +27,11 @@ from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import RunNotReady
+from app.fleet.runs.attempt_writes import CHECKPOINT
 from app.fleet.runs.cancel import cancel_run
 from app.fleet.runs.end import END_CANCELLED, FINISH
-from app.fleet.runs.requeue import GIVE_BACK
+from app.fleet.runs.requeue import REQUEUE
 from app.fleet.runs.retry import retry_run
-from app.fleet.runs.writes import CHECKPOINT
 from tests.support.engine_harness import NAMESPACE, Claiming, EngineHarness, declare, engine_harness
 
 FINISH_RETURNING = Statement(f"{FINISH}RETURNING id")
@@ -135,7 +135,7 @@ def machine(
                 "delays": [0.0] * len(claimed),
                 "errors": [None] * len(claimed),
             }
-            back = {row[0] for row in do(execute(GIVE_BACK, values))}
+            back = {row[0] for row in do(execute(REQUEUE, values))}
             current_claims = self.current_claims(claimed)
             assert back == {run_id for run_id in current_claims if not self.model[run_id].cancel_requested}
             for run_id in back:

@@ -4,7 +4,7 @@ import pytest
 
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import rescuer
-from app.fleet.runs.requeue import GIVE_BACK
+from app.fleet.runs.requeue import REQUEUE
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ async def give_back(here: EngineHarness, rows: list[tuple[int, int]]) -> None:
     values: dict[str, object] = {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]}
     values |= {"pauses": [False] * count, "delays": [None] * count, "errors": ["torn"] * count}
     async with here.database.autocommit() as connection:
-        await connection.execute(NAMESPACE.sql(GIVE_BACK), values)
+        await connection.execute(NAMESPACE.sql(REQUEUE), values)
 
 
 async def sweep(here: EngineHarness, _: list[tuple[int, int]]) -> None:

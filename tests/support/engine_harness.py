@@ -17,7 +17,7 @@ from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.backlog import Backlog
-from app.fleet.engine.dispatch.claim import Claimant
+from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.dispatch.scheduler import Scheduler
 from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.orders import Order

@@ -91,7 +91,7 @@ def height(name: str) -> int:
 
 
 def module_of(statement: str) -> str:
-    """`engine.dispatch.claim.CLAIM` is in `engine.dispatch.claim`; constants are in capital letters."""
+    """`runs.claim.CLAIM` is in `runs.claim`; constants are in capital letters."""
     return ".".join(part for part in statement.split(".")[:-1] if not part.isupper())
 
 

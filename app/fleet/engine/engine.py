@@ -25,7 +25,7 @@ from app.fleet.engine.actions import creator
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce, synchronise
 from app.fleet.engine.dispatch.backlog import OTHERS_DELAY, Backlog, Waiting
-from app.fleet.engine.dispatch.claim import Claimant
+from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.dispatch.dispatcher import Dispatcher
 from app.fleet.engine.dispatch.scheduler import Scheduler
 from app.fleet.engine.dispatch.server_clock import ServerClock

@@ -14,7 +14,7 @@ from app.fleet.runs.read.records import ACTIVE_COLUMNS, FINISHED_COLUMNS, RunRec
 
 # The next run of its ordering key may be claimed now.
 CANCEL_PENDING = Statement(f"""
-WITH gone AS (
+WITH removed AS (
     DELETE FROM {{schema}}.runs
     WHERE id = %(id)s AND state = 'pending'
     RETURNING *, 'cancelled' AS ended_as, NULL AS ended_with, 'cancelled on request, while it waited' AS ended_by

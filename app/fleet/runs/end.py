@@ -1,6 +1,6 @@
 """How a run ends: its row moves from `runs` to `finished_runs`, in one statement.
 
-A statement that ends runs deletes their rows in a CTE called `gone`, under the condition that allows it, and returns
+A statement that ends runs deletes their rows in a CTE called `removed`, under the condition that allows it, and returns
 `ended_as`, `ended_with` and `ended_by` beside the row's own columns. `INSERT_FINISHED` is the other half. Because both
 halves are one statement, no crash can separate them. The end is in the row and in the feed.
 
@@ -21,12 +21,12 @@ from app.fleet.runs.effects.states import is_running
 # How long FINISH waits for a row that another transaction has locked.
 LOCK_TIMEOUT_MS = 10
 
-FEED_INSERT_ENDED = feed_insert_sql("gone", "ended_as", "events + 1")
+FEED_INSERT_ENDED = feed_insert_sql("removed", "ended_as", "events + 1")
 
 # The ordering keys of the ended runs, for `notify_sql`: their next runs may be claimed now. When an attempt ends here,
 # its own instance knows that; a notification is for an end that another instance or an operator makes.
 NEXT_OF_ORDERED = """(
-    SELECT action_id, priority, ordering_key, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
+    SELECT action_id, priority, ordering_key, clock_timestamp() AS run_at FROM removed WHERE ordering_key IS NOT NULL
 ) AS n"""
 
 INSERT_FINISHED = """
@@ -35,11 +35,11 @@ INSERT INTO {schema}.finished_runs (
     ordering_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at,
     finished_at, expires_at
 )
-SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
-       g.scheduled_for, g.key, g.ordering_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
-       g.events + 1, g.running_seq, g.created_at, g.started_at, clock_timestamp(),
-       clock_timestamp() + (SELECT retention FROM {schema}.actions AS a WHERE a.id = g.action_id)
-FROM gone AS g
+SELECT r.id, r.action_id, r.ended_as, r.priority, r.run_at, r.token, r.instance, r.attempt, r.max_attempts, r.trigger,
+       r.scheduled_for, r.key, r.ordering_key, r.payload, r.checkpoint, r.progress, r.ended_with::json, r.ended_by,
+       r.events + 1, r.running_seq, r.created_at, r.started_at, clock_timestamp(),
+       clock_timestamp() + (SELECT retention FROM {schema}.actions AS a WHERE a.id = r.action_id)
+FROM removed AS r
 """
 
 
@@ -53,7 +53,7 @@ WITH {before}ended AS (
     SELECT *
     FROM unnest(%(ids)s::int8[], %(tokens)s::int8[], %(states)s::text[], %(results)s::text[], %(errors)s::text[])
          AS e (id, token, state, result, error)
-), gone AS (
+), removed AS (
     DELETE FROM {{schema}}.runs AS r
     USING ended AS e
     WHERE {condition} AND r.id = e.id AND r.token = e.token AND {is_running()}

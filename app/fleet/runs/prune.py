@@ -21,14 +21,14 @@ WITH old AS MATERIALIZED (
     FROM {schema}.finished_runs
     WHERE id = ANY (%(ids)s::int8[]) AND expires_at < statement_timestamp()
     FOR UPDATE SKIP LOCKED
-), gone AS (
+), removed AS (
     DELETE FROM {schema}.finished_runs WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING id
 ), events AS (
     DELETE FROM {schema}.run_events WHERE run_id = ANY (ARRAY(SELECT id FROM old))
 ), keys AS (
     DELETE FROM {schema}.run_keys WHERE run_id = ANY (ARRAY(SELECT id FROM old))
 )
-SELECT id FROM gone
+SELECT id FROM removed
 """)
 
 MARK = Statement("""

@@ -36,7 +36,7 @@ MAX_DEATHS = 20
 # What `notify_sql` needs of a run, beside `EVENT_COLUMNS`.
 QUEUE_COLUMNS = "r.action_id, r.priority, r.ordering_key"
 
-GIVE_BACK = Statement(f"""
+REQUEUE = Statement(f"""
 WITH own AS MATERIALIZED (
     SELECT r.id
     FROM {{schema}}.runs AS r
@@ -67,7 +67,7 @@ WITH own AS MATERIALIZED (
 SELECT id FROM back, (SELECT count(*) FROM notified) AS n
 """)
 
-PUT_BACK = Statement(f"""
+UNDO_CLAIM = Statement(f"""
 WITH back AS (
     UPDATE {{schema}}.runs AS r
     SET state = 'pending', attempt = r.attempt - 1, deadline_at = NULL, events = r.events + 1
@@ -94,14 +94,14 @@ def ended_by(error: str) -> str:
     return f"CASE WHEN r.cancel_requested_at IS NULL THEN {error} ELSE 'cancelled on request' END AS ended_by"
 
 
-TAKE_BACK = Statement(f"""
+RESCUE_ORPHANED = Statement(f"""
 WITH lost AS MATERIALIZED (
     SELECT id, deaths + 1 >= {MAX_DEATHS} OR cancel_requested_at IS NOT NULL AS deadly
     FROM {{schema}}.runs
     WHERE state = 'running' AND instance_id = ANY (%(dead)s)
     LIMIT {BATCH}
     FOR UPDATE SKIP LOCKED
-), gone AS (
+), removed AS (
     DELETE FROM {{schema}}.runs AS r
     USING lost AS l
     WHERE r.id = l.id AND l.deadly
@@ -129,7 +129,7 @@ WITH lost AS MATERIALIZED (
 SELECT (SELECT count(*) FROM lost), (SELECT count(*) FROM notified)
 """)
 
-END_OVERDUE = Statement(f"""
+RESCUE_OVERDUE = Statement(f"""
 WITH lost AS MATERIALIZED (
     SELECT id, attempt - deaths >= max_attempts OR cancel_requested_at IS NOT NULL AS spent,
            format('exceeded its deadline, and its instance %%s did not end it: its event loop is blocked, or it hangs',
@@ -137,7 +137,7 @@ WITH lost AS MATERIALIZED (
     FROM {{schema}}.runs
     WHERE state = 'running' AND deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)
     FOR UPDATE SKIP LOCKED
-), gone AS (
+), removed AS (
     DELETE FROM {{schema}}.runs AS r
     USING lost AS l
     WHERE r.id = l.id AND l.spent
@@ -163,7 +163,7 @@ WITH lost AS MATERIALIZED (
 
 # Runs of instances that are gone. The transaction that declared an instance gone found their rows locked, or the leader
 # ended between two batches.
-ORPHANED = Statement("""
+FIND_ORPHANED = Statement("""
 SELECT DISTINCT r.instance_id
 FROM {schema}.runs AS r
 WHERE r.state = 'running'

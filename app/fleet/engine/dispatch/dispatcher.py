@@ -23,7 +23,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool.pool import Database
 from app.fleet.engine.dispatch.backlog import MANY, Backlog, DueQueue
-from app.fleet.engine.dispatch.claim import Claimant
+from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.errors import DatabaseError

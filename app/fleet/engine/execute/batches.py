@@ -21,12 +21,12 @@ from app.fleet.db.pool.pool import Connection, DatabaseAway, shows_an_outage
 from app.fleet.db.pool.statements import array
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.errors import Fenced
+from app.fleet.runs.attempt_writes import CHECKPOINT, STILL_OURS
 from app.fleet.runs.effects import events
 from app.fleet.runs.effects.events import Event
 from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.end import CONFIRM, END_CANCELLED, FINISH, FINISH_UNLOCKED
-from app.fleet.runs.requeue import GIVE_BACK
-from app.fleet.runs.writes import CHECKPOINT, STILL_OURS
+from app.fleet.runs.requeue import REQUEUE
 
 REFUSED = "PostgreSQL refused what it wrote:"
 # Serialization failure, deadlock, lock timeout, cancelled statement: the values are not at fault.
@@ -146,7 +146,7 @@ async def requeue(
         "delays": [each.delay for each in batch],
         "errors": [each.error for each in batch],
     }
-    rows = await (await connection.execute(namespace.sql(GIVE_BACK), values)).fetchall()
+    rows = await (await connection.execute(namespace.sql(REQUEUE), values)).fetchall()
     if len(rows) == len(batch):
         return Outcome(batch)
     written = {row[0] for row in rows}

@@ -59,10 +59,10 @@ from app.fleet.engine.execute.failures import storable
 from app.fleet.engine.execute.threads import wait_from_thread
 from app.fleet.engine.execute.unwritten import Kind, Unwritten
 from app.fleet.errors import EngineError
+from app.fleet.runs.attempt_writes import GUARD
 from app.fleet.runs.effects.events import Event
 from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.end import COMPLETE
-from app.fleet.runs.writes import GUARD
 from app.fleet.stream.relay import CHANGED, EMITTED, Relay
 from app.fleet.telemetry.logs import events
 from app.fleet.telemetry.redaction import describe

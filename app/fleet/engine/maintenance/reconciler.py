@@ -43,7 +43,7 @@ from app.fleet.db.pool.statements import array
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce
 from app.fleet.engine.dispatch.backlog import Backlog
-from app.fleet.engine.dispatch.claim import Claimant
+from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.dispatch.dispatcher import Dispatcher
 from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.execute.attempt import Attempt
@@ -51,7 +51,7 @@ from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.runs.effects.notifications import QUEUE_PRIORITY
 from app.fleet.runs.read.queues import QUEUES
-from app.fleet.runs.requeue import PUT_BACK
+from app.fleet.runs.requeue import UNDO_CLAIM
 from app.fleet.telemetry.logs import events
 
 INTERVAL = 2.0
@@ -238,7 +238,7 @@ class Reconciler(LoopService):
 
     async def _put_back(self, connection: Connection, lost: list[tuple[int, int]]) -> None:
         values = {"ids": [run_id for run_id, _ in lost], "tokens": [token for _, token in lost]}
-        rows = await (await connection.execute(self._database.namespace.sql(PUT_BACK), values)).fetchall()
+        rows = await (await connection.execute(self._database.namespace.sql(UNDO_CLAIM), values)).fetchall()
         now = asyncio.get_running_loop().time()
         for action_id, priority, run_at, _ in rows:
             self._backlog.add(action_id, priority, run_at, now)

@@ -36,7 +36,7 @@ from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import BATCH, Instance, Session
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection
-from app.fleet.runs.requeue import END_OVERDUE, ORPHANED, TAKE_BACK
+from app.fleet.runs.requeue import FIND_ORPHANED, RESCUE_ORPHANED, RESCUE_OVERDUE
 
 # How long after its deadline a run is taken from an instance that is still live.
 SLACK = 8.0
@@ -63,7 +63,7 @@ class Rescue:
     def __call__(self, session: Session, dead: Sequence[int]) -> bool:
         """Return whether there may be more runs."""
         session.execute(self._sql(FORGET_STANDBY), {"dead": list(dead)})
-        row = session.execute(self._sql(TAKE_BACK), {"dead": list(dead)}).fetchone()
+        row = session.execute(self._sql(RESCUE_ORPHANED), {"dead": list(dead)}).fetchone()
         return row is not None and row[0] == BATCH
 
 
@@ -71,11 +71,11 @@ async def sweep(connection: Connection, namespace: Namespace, *, slack: float = 
     """Rescue the runs of instances that are gone, and, if `overdue`, runs that hang beyond their deadline."""
     values: dict[str, Any] = {"slack": slack}
     if overdue:
-        await connection.execute(namespace.sql(END_OVERDUE), values)
-    rows = await (await connection.execute(namespace.sql(ORPHANED))).fetchall()
+        await connection.execute(namespace.sql(RESCUE_OVERDUE), values)
+    rows = await (await connection.execute(namespace.sql(FIND_ORPHANED))).fetchall()
     rescued = BATCH if rows else 0
     while rescued == BATCH:
-        cursor = await connection.execute(namespace.sql(TAKE_BACK), {"dead": [row[0] for row in rows]})
+        cursor = await connection.execute(namespace.sql(RESCUE_ORPHANED), {"dead": [row[0] for row in rows]})
         ((rescued, _),) = await cursor.fetchall()
 
 

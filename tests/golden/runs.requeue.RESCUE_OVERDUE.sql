@@ -5,7 +5,7 @@ WITH lost AS MATERIALIZED (
     FROM "flotilla".runs
     WHERE state = 'running' AND deadline_at < clock_timestamp() - make_interval(secs => %(slack)s)
     FOR UPDATE SKIP LOCKED
-), gone AS (
+), removed AS (
     DELETE FROM "flotilla".runs AS r
     USING lost AS l
     WHERE r.id = l.id AND l.spent
@@ -17,17 +17,17 @@ INSERT INTO "flotilla".finished_runs (
     ordering_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at,
     finished_at, expires_at
 )
-SELECT g.id, g.action_id, g.ended_as, g.priority, g.run_at, g.token, g.instance, g.attempt, g.max_attempts, g.trigger,
-       g.scheduled_for, g.key, g.ordering_key, g.payload, g.checkpoint, g.progress, g.ended_with::json, g.ended_by,
-       g.events + 1, g.running_seq, g.created_at, g.started_at, clock_timestamp(),
-       clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = g.action_id)
-FROM gone AS g
+SELECT r.id, r.action_id, r.ended_as, r.priority, r.run_at, r.token, r.instance, r.attempt, r.max_attempts, r.trigger,
+       r.scheduled_for, r.key, r.ordering_key, r.payload, r.checkpoint, r.progress, r.ended_with::json, r.ended_by,
+       r.events + 1, r.running_seq, r.created_at, r.started_at, clock_timestamp(),
+       clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = r.action_id)
+FROM removed AS r
 
 ), ended_feed_rows AS (
     
     INSERT INTO "flotilla".feed (state, instance, many, runs, actions, seqs, attempts)
     SELECT ended_as, instance, count(*), array_agg(id), array_agg(action_id), array_agg(events + 1), array_agg(attempt)
-    FROM gone
+    FROM removed
     WHERE (SELECT kept > '0' FROM "flotilla".feed_settings)
     GROUP BY 1, 2
     
@@ -71,7 +71,7 @@ FROM gone AS g
                row_number() OVER () / 200 AS page
         FROM (SELECT action_id, run_at, CASE WHEN ordering_key IS NULL THEN priority END AS queue_priority FROM (
     SELECT action_id, priority, ordering_key, run_at FROM back UNION ALL SELECT * FROM (
-    SELECT action_id, priority, ordering_key, clock_timestamp() AS run_at FROM gone WHERE ordering_key IS NOT NULL
+    SELECT action_id, priority, ordering_key, clock_timestamp() AS run_at FROM removed WHERE ordering_key IS NOT NULL
 ) AS n
 ) AS w) AS q
         GROUP BY action_id, queue_priority
