@@ -27,7 +27,7 @@ from typing import Any, TypeVar, final
 import psycopg
 
 from app.fleet.errors import DatabaseError
-from app.fleet.telemetry.logs import Events
+from app.fleet.telemetry.logs import EventLog
 
 Result = TypeVar("Result")
 
@@ -108,7 +108,7 @@ class LoopErrors:
 
     def __init__(
         self,
-        log: Events,
+        log: EventLog,
         *,
         service: str,
         defect: str,

@@ -50,9 +50,9 @@ from app.fleet.lifecycle import Phase
 from app.fleet.server.signals import Signals
 from app.fleet.settings import WATCHDOG_RESERVE, FleetSettings
 from app.fleet.stream.stream import Stream
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
-log = events(__name__)
+log = event_log(__name__)
 
 EXIT_WATCHDOG = 70
 DRAIN_SLACK = 2.0

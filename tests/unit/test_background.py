@@ -10,10 +10,10 @@ import pytest
 from app.fleet import background
 from app.fleet.background import LoopErrors, jittered
 from app.fleet.errors import DatabaseError
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 pytestmark = pytest.mark.anyio
-log = events(__name__)
+log = event_log(__name__)
 
 
 @pytest.fixture

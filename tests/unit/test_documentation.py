@@ -383,7 +383,7 @@ def test_every_event_logger_is_called_log() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 called = ast.unparse(node.value.func)
-                if called in {"events", "logs.events"}:
+                if called in {"event_log", "logs.event_log"}:
                     assert [ast.unparse(target) for target in node.targets] == ["log"], path
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from app.fleet.telemetry.logs import Formatter, events, is_worth_a_line, request_id
+from app.fleet.telemetry.logs import Formatter, event_log, is_worth_a_line, request_id
 
 
 def record(event: str, **fields: object) -> logging.LogRecord:
@@ -51,7 +51,7 @@ def test_a_logged_error_has_its_traceback(level: str, caplog: pytest.LogCaptureF
     try:
         raise KeyError("deal")
     except KeyError as error:
-        getattr(events("app.fleet.engine.execute.executor"), level)("run.raised", run=17, error=error)
+        getattr(event_log("app.fleet.engine.execute.executor"), level)("run.raised", run=17, error=error)
     (made,) = caplog.records
     line = json.loads(Formatter(as_json=True).format(made))
     assert line["run"] == 17

@@ -29,7 +29,7 @@ from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection, Database
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 KINDS = (
     "heartbeat_late",
@@ -50,7 +50,7 @@ MAX_CLOCK_DIFFERENCE = 2.0
 FLAPPING_TERMS = 5
 FLAPPING_WINDOW = timedelta(minutes=10)
 
-log = events(__name__)
+log = event_log(__name__)
 
 ALLOWED_CONNECTIONS = Statement("""
 SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int

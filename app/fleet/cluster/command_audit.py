@@ -13,12 +13,12 @@ import socket
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 # A notification has at most 8,000 bytes.
 MAX_SUBJECT_LENGTH = 200
 
-log = events(__name__)
+log = event_log(__name__)
 
 NOTIFY = Statement("SELECT pg_notify('{channel}', 'command:' || %(done)s)")
 

@@ -44,7 +44,7 @@ from app.fleet.cluster.link import Link, clock
 from app.fleet.cluster.registry import GRACE, RELINK_GRACE, Identity, Registry, Session
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.db.namespace import Statement
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.redaction import redact
 
 CHECK_INTERVAL = 0.135
@@ -52,7 +52,7 @@ PRUNE_INTERVAL = 60.0
 RETRY_INTERVAL = 0.1
 DEFECT_RETRY_INTERVAL = 1.0
 
-log = events(__name__)
+log = event_log(__name__)
 
 ENTER_QUEUE = Statement(
     "UPDATE {schema}.instances SET turn_pid = pg_backend_pid() WHERE id = %(id)s AND state <> 'gone'"

@@ -37,7 +37,7 @@ from app.fleet.db import preflight
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.db.namespace import Statement
 from app.fleet.errors import FleetError
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.redaction import redact
 
 LISTEN = Statement('LISTEN "{channel}"')
@@ -47,7 +47,7 @@ RETRY_INTERVAL = 0.05
 MAX_RETRY_INTERVAL = 0.25
 DROP_TIMEOUT = 5.0
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 def clock() -> float:

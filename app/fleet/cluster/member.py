@@ -45,7 +45,7 @@ DIRECT_SESSIONS = 2
 ANNOUNCE_TIMEOUT = 0.5
 LEAVE_TIMEOUT = 3.0
 
-log = logs.events(__name__)
+log = logs.event_log(__name__)
 
 
 def sessions(settings: FleetSettings) -> int:

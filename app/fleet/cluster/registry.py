@@ -44,7 +44,7 @@ from app.fleet.db.dsn import RUN_DIGITS, pool_application
 from app.fleet.db.namespace import Lock, Namespace, Statement
 from app.fleet.db.pool.pool import Database
 from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 Session: TypeAlias = psycopg.Connection[TupleRow]
 # Called with the session of the transaction and the ids of the gone instances; returns whether rows are left.
@@ -57,7 +57,7 @@ GRACE = 0.15
 # After a restart or failover of PostgreSQL every presence lock is free, and the instances have this long to reconnect.
 RELINK_GRACE = 3.0
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import fetch
 from app.fleet.duration import Duration, format_duration
 from app.fleet.errors import BreakerError, BreakerInvalid, BreakerOpen, DatabaseError, Fenced, LimitError
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.metrics import ByName
 from app.fleet.validation import check_count, check_duration, check_name
 
@@ -77,7 +77,7 @@ MAX_STATES = 1000
 # Refusals by this library say nothing about the other system.
 NOT_FAILURES = (BreakerError, LimitError, Fenced)
 
-log = events(__name__)
+log = event_log(__name__)
 
 Result = TypeVar("Result")
 

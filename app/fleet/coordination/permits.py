@@ -22,7 +22,7 @@ from app.fleet.db.pool.pool import Connection
 from app.fleet.db.pool.statements import fetch
 from app.fleet.duration import RATE_TOLERANCE, Rate, format_duration
 from app.fleet.errors import DatabaseError, LimitInvalid, LimitReached
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 from app.fleet.validation import check_name
 
 # An instance leases the permits of this time at once, and leases again when less than `LEASE_AHEAD` of it is left. That
@@ -38,7 +38,7 @@ ANSWER_LIFETIME = 1.0
 # The event loop's timers have this resolution. A timer must not fire early.
 TIMER_RESOLUTION = 0.001
 
-log = events(__name__)
+log = event_log(__name__)
 
 # Transactions lock the row one after another, and only then read the clock. `first` is the time of the first permit, in
 # seconds from then; it is negative while a part of the burst is left. The lease has as many permits as waiters need,

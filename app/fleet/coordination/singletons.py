@@ -36,7 +36,7 @@ from app.fleet.background import Service, detach
 from app.fleet.coordination.locks.held import RESERVED, HeldLock, LockRequest
 from app.fleet.coordination.locks.lock import Locks
 from app.fleet.errors import ActionInvalid, DatabaseError, LockLost
-from app.fleet.telemetry.logs import events, request_id
+from app.fleet.telemetry.logs import event_log, request_id
 
 NAME = re.compile(r"[a-z][a-z0-9._-]{0,99}")
 TTL = 5.0
@@ -45,7 +45,7 @@ MAX_PAUSE = 60.0
 # How long a function may take to end when its instance drains.
 STOP_TIMEOUT = 0.4
 
-log = events(__name__)
+log = event_log(__name__)
 
 Handler = Callable[[HeldLock], Awaitable[None]]
 

@@ -32,7 +32,7 @@ from alembic import command
 from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.errors import SchemaForeign, SchemaOutdated
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 ROOT = Path(__file__).resolve().parents[3]
 POLL_INTERVAL = 0.1
@@ -41,7 +41,7 @@ LOCK_TIMEOUT = 300.0
 # Alembic keeps its state in a module, so two namespaces in one process must migrate one after the other.
 ALEMBIC = threading.Lock()
 
-log = events(__name__)
+log = event_log(__name__)
 
 TRY_LOCK = Statement("SELECT pg_try_advisory_lock(hashtextextended('flotilla/migrate/{channel}', 0))")
 UNLOCK = Statement("SELECT pg_advisory_unlock(hashtextextended('flotilla/migrate/{channel}', 0))")

@@ -14,9 +14,9 @@ import uvicorn
 
 from app.fleet.server.protocol import SWEEP_INTERVAL, LimitedHttpProtocol
 from app.fleet.settings import FleetSettings
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
-log = events(__name__)
+log = event_log(__name__)
 
 # Connections beyond the limit that are accepted, so that probes get one.
 SURPLUS = 64

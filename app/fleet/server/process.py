@@ -9,9 +9,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from app.fleet.server.connections import Connections
 from app.fleet.server.protocol import LimitedHttpProtocol
 from app.fleet.settings import FleetSettings
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
-log = events(__name__)
+log = event_log(__name__)
 
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 

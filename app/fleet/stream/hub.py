@@ -33,7 +33,7 @@ from app.fleet.stream.channel import Channel, Follower, RunChannel
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.reader import RETRY_INTERVAL, RUNS_AT_ONCE, Reader
 from app.fleet.stream.relay import FOLLOWING_INTERVAL, Relay
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 READ_INTERVAL = 0.01
 POLL_INTERVAL = 1.0
@@ -41,7 +41,7 @@ POLL_INTERVAL = 1.0
 MAX_RUNS_WEIGHT = 67_108_864
 MAX_FEED_WEIGHT = 8_388_608
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class Hub(Service):

@@ -19,7 +19,7 @@ from app.fleet.runs.effects.feed_numbers import Numberer, Numbering
 from app.fleet.stream.channel import Numbered, ReadAfter, RunChannel
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.shared_read import SharedRead
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 RETRY_INTERVAL = 0.25
 # How many runs one statement reads.
@@ -30,7 +30,7 @@ NUMBERING_INTERVAL = 0.01
 # How often numbering is tried if two sessions assign the same number.
 NUMBERING_TRIES = 3
 
-log = events(__name__)
+log = event_log(__name__)
 
 Item = TypeVar("Item", bound=Numbered)
 

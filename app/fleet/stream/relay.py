@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 from app.fleet.background import LoopErrors, LoopService
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 SPACING = 0.02
 FOLLOWING_INTERVAL = 5.0
@@ -28,7 +28,7 @@ FOLLOWING_TTL = 15.0
 MAX_IDS = 390
 EMITTED, CHANGED, FOLLOWING = "emitted", "changed", "following"
 
-log = events(__name__)
+log = event_log(__name__)
 
 NOTIFY = Statement("SELECT pg_notify('{channel}', payload) FROM unnest(%(payloads)s::text[]) AS payload")
 

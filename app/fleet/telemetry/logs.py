@@ -1,6 +1,6 @@
 """Logs: each line is an event with a name and fields, and always has the namespace, the instance and the request.
 
-    log = events(__name__)
+    log = event_log(__name__)
     log.info("link.lost", reason="timeout", silent_ms=2510)
 
 In production a line is a JSON object; in development it is text. The lines of uvicorn, Alembic and all other libraries
@@ -37,7 +37,7 @@ QUIET = ("psycopg.pool", "alembic.runtime.plugins", "watchfiles")
 PROBES = ("/health/live", "/health/ready")
 
 
-class Events:
+class EventLog:
     """A logger for events with fields."""
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -59,8 +59,8 @@ class Events:
         self._logger.log(level, event, extra={"fields": fields}, exc_info=error)
 
 
-def events(name: str) -> Events:
-    return Events(logging.getLogger(name))
+def event_log(name: str) -> EventLog:
+    return EventLog(logging.getLogger(name))
 
 
 class Formatter(logging.Formatter):

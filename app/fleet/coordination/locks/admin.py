@@ -19,13 +19,13 @@ from app.fleet.coordination.locks import statements
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 from app.fleet.validation import check_name
 
 PATIENCE = "5s"
 MAX_REASON_LENGTH = 1000
 
-log = events(__name__)
+log = event_log(__name__)
 
 LIST = Statement("""
 SELECT l.name, l.token, l.instance, l.instance_id, l.hostname, l.pid, l.holder, l.acquired_at, l.renewed_at,

@@ -64,11 +64,11 @@ from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import Place, fetch
 from app.fleet.duration import format_duration
 from app.fleet.errors import LockCycle, LockLost, LockTaken
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 RETRY_INTERVAL = 0.05
 
-log = events(__name__)
+log = event_log(__name__)
 
 # The locks that this task holds, or a task that started it.
 held_here: ContextVar[tuple[HeldLock, ...]] = ContextVar("flotilla_locks", default=())

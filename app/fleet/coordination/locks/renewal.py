@@ -27,13 +27,13 @@ from app.fleet.cluster.registry import Identity, Session
 from app.fleet.coordination.locks import statements
 from app.fleet.coordination.locks.held import HeldLock
 from app.fleet.db.namespace import Namespace
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 # How long the link may be broken before its locks are lost: less than the grace before an instance is declared gone.
 MAX_LINK_BREAK = 0.1
 CHECK_INTERVAL = 0.05
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class HeldLocks:

@@ -29,7 +29,7 @@ from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import fetch
 from app.fleet.errors import DatabaseError
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 # When a connection breaks, its statement may still commit, but no later: `client_connection_check_interval` is 1 s.
 LATE_COMMIT = 3.0
@@ -40,7 +40,7 @@ MAX_POLL_INTERVAL = 5.0
 BACKOFF = 2.0
 LINK_CHECK_INTERVAL = 0.05
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class LockRows:

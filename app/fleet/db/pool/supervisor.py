@@ -20,12 +20,12 @@ from psycopg_pool import AsyncConnectionPool
 
 from app.fleet.background import cancel_and_wait
 from app.fleet.db.preflight import MARKER_IS_FREE
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.redaction import redact
 
 PROBE_INTERVAL = 0.25
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class Probe(enum.Enum):

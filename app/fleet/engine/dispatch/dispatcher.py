@@ -29,7 +29,7 @@ from app.fleet.engine.execute.executor import Executor
 from app.fleet.errors import DatabaseError
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.stream.relay import CHANGED, Relay
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 # How many runs a claim asks for: first, at most, and by which factor it grows.
 FIRST = 4
@@ -41,7 +41,7 @@ QUEUES = 512
 TICK = 0.1
 RETRY = 0.1
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class Dispatcher(LoopService):

@@ -48,7 +48,7 @@ from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.runs.end import LOCK_TIMEOUT_MS
 from app.fleet.runs.insert import INSERT_SLOTS
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 # How much later than the leader the other instances schedule.
 BACK_UP = 1.0
@@ -59,7 +59,7 @@ RETRY = 0.1
 LOCKED_RETRY = 0.02
 MAX_LOCKED_RETRY = 0.5
 
-log = events(__name__)
+log = event_log(__name__)
 
 # The lock's first number belongs to the namespace, the second to the action (`db/namespace.py`). The CTE limits the
 # rows before the locks are taken: PostgreSQL takes a lock for every row that it evaluates.

@@ -45,13 +45,13 @@ from app.fleet.runs.claim import ACTION, WIDTH
 from app.fleet.runs.effects.states import RunState
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.relay import Relay
-from app.fleet.telemetry.logs import events, request_id
+from app.fleet.telemetry.logs import event_log, request_id
 
 TICK = 0.1
 STUBBORN = 5.0
 HURRY = 3.0
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class Executor(Service):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from app.fleet.duration import MAX_DURATION, parse_duration
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.errors import TryAgain
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.redaction import describe, redact
 
 # Seconds between two tracebacks of one cause.
@@ -26,7 +26,7 @@ MAX_REASON = 500
 MAX_ERROR = 10_000
 UNREADABLE = "(its text cannot be read)"
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class Cause(NamedTuple):

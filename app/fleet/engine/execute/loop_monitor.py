@@ -14,12 +14,12 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from app.fleet.engine.execute.attempt import Attempt
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 BLOCKED = 1.0
 INTERVAL = 0.25
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class LoopMonitor:

@@ -64,7 +64,7 @@ from app.fleet.runs.effects.events import Event
 from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.end import COMPLETE
 from app.fleet.stream.relay import CHANGED, EMITTED, Relay
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.redaction import describe
 
 Answer = TypeVar("Answer")
@@ -82,7 +82,7 @@ MAX_UNWRITTEN_SIZE = 1_048_576
 # How many events a run may have, its changes of state among them.
 MAX_EVENTS = 100_000
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 class RunWriter:

@@ -34,7 +34,7 @@ from app.fleet.db.pool.pool import Database
 from app.fleet.engine.once.housekeeping import prune_keys
 from app.fleet.runs.effects.feed_pruner import FeedPruner
 from app.fleet.runs.prune import EXPIRED, MARK, PRUNE, PRUNE_EVENTS
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 INTERVAL = 10.0
 # The feed and the keys are pruned in every sixth interval: an idle leader sends few statements.
@@ -49,7 +49,7 @@ RESTART_INTERVAL = 600.0
 # The shortest pause between two batches of the feed: another session may have the feed's lock.
 MIN_PAUSE = 0.01
 
-log = events(__name__)
+log = event_log(__name__)
 
 SET_TIME_LIMIT = Statement("SELECT set_config('statement_timeout', %(limit)s, true)")
 

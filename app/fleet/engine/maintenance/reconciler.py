@@ -52,7 +52,7 @@ from app.fleet.engine.maintenance import rescuer
 from app.fleet.runs.effects.notifications import QUEUE_PRIORITY
 from app.fleet.runs.read.queues import QUEUES
 from app.fleet.runs.requeue import UNDO_CLAIM
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 INTERVAL = 2.0
 BACK_UP = 1.0
@@ -63,7 +63,7 @@ TURN = 1.5 * INTERVAL
 # Longer than that between two reads is a pause. The second read may have waited for a connection.
 PAUSE = 3 * INTERVAL
 
-log = events(__name__)
+log = event_log(__name__)
 
 READ_ALL = Statement(f"""
 WITH RECURSIVE {QUEUES}

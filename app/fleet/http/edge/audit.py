@@ -15,11 +15,11 @@ from starlette.types import Scope
 from app.fleet.http.edge.auth import name_of_key
 from app.fleet.http.edge.context import Context
 from app.fleet.http.edge.problems import SAFE_METHODS
-from app.fleet.telemetry.logs import events
+from app.fleet.telemetry.logs import event_log
 
 MAX_SUBJECT_LENGTH = 200
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 def set_subject(request: Request, subject: str) -> None:

@@ -31,9 +31,9 @@ from app.fleet.http.edge.problems import (
     listed,
     problem,
 )
-from app.fleet.telemetry.logs import events, request_id
+from app.fleet.telemetry.logs import event_log, request_id
 
-log = events(__name__)
+log = event_log(__name__)
 
 
 def install(app: FastAPI) -> None:

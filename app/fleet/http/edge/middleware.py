@@ -46,9 +46,9 @@ from app.fleet.http.edge.problems import (
 )
 from app.fleet.lifecycle import Phase
 from app.fleet.server import protocol
-from app.fleet.telemetry.logs import PROBES, events, request_id
+from app.fleet.telemetry.logs import PROBES, event_log, request_id
 
-log = events(__name__)
+log = event_log(__name__)
 
 VALID_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 RETRY_MS = (500, 3000)
