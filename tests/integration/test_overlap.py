@@ -227,7 +227,7 @@ async def test_the_search_for_an_active_run_does_not_read_the_pending_runs(here:
         session.execute("VACUUM ANALYZE flotilla.runs")
     for name in ("alone", "other"):
         async with here.database.connection() as connection:
-            explain = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + NAMESPACE.sql(overlap.ACTIVE)
+            explain = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + NAMESPACE.sql(overlap.FIND_ACTIVE)
             values = {"actions": [here.catalogue.id_of(name)]}
             ((plan,),) = await (await connection.execute(explain, values)).fetchall()
         top = plan[0]["Plan"]

@@ -45,5 +45,5 @@ statement that takes a run over skips locked rows. `run.guard` locks the row too
 REQUEUE, which only the attempt itself causes, does not conflict with that lock; but the next claim does, and skips the
 row until the guarded transaction has ended.
 
-`effects/states.py` says what a new state would touch.
+The engine's part is `engine/execute/transactions.py`. `effects/states.py` says what a new state would touch.
 """

@@ -166,8 +166,9 @@ WHERE a.id = u.action_id AND a.rate_interval IS NOT NULL
 """)
 
 # When the next run is due, in queues in which a claim found no more due runs. The search begins at the moment of that
-# claim and not at the present: a run that has become due since then would be missed until the reconciler finds it. Runs
-# that were due at that moment are locked or paused; searching for them would find them again and again.
+# claim and not at the present: a run that has become due since then would be missed until the reconciler finds it. The
+# search leaves out runs that were due at that moment and were not claimed: they are locked, or their action is paused,
+# and it would find them each time.
 NEXT_DUE = Statement("""
 SELECT p.action_id, p.priority, f.run_at
 FROM unnest(%(actions)s::int[], %(priorities)s::int[]) AS p (action_id, priority), LATERAL (

@@ -70,19 +70,19 @@ def active_run(action_id: str) -> str:
     )"""
 
 
-ACTIVE = Statement(f"SELECT w.id, {active_run('w.id')} FROM unnest(%(actions)s::int[]) AS w (id)")
+FIND_ACTIVE = Statement(f"SELECT w.id, {active_run('w.id')} FROM unnest(%(actions)s::int[]) AS w (id)")
 
 
 async def hold(place: Place, namespace: Namespace, actions: Collection[int]) -> dict[int, int | None]:
     """Take the locks of these actions until the transaction ends; return the active run of each, if it has one."""
-    wanted = {"actions": sorted(actions)}
+    values = {"actions": sorted(actions)}
     if not isinstance(place, psycopg.AsyncConnection):
-        await fetch(place, namespace.sql(HOLD), wanted)
+        await fetch(place, namespace.sql(HOLD), values)
     else:
         # A connection of the pool, and not a caller's session: the wait is bounded.
         await place.execute(namespace.sql(BOUND))
         try:
-            await place.execute(namespace.sql(HOLD), wanted)
+            await place.execute(namespace.sql(HOLD), values)
         except psycopg.errors.LockNotAvailable:
             raise AlreadyActive(
                 "another transaction is making a run of this action and is still open, and the action allows one at a "
@@ -90,7 +90,7 @@ async def hold(place: Place, namespace: Namespace, actions: Collection[int]) -> 
                 None,
             ) from None
         await place.execute(UNBOUND)
-    return dict(await fetch(place, namespace.sql(ACTIVE), wanted))
+    return dict(await fetch(place, namespace.sql(FIND_ACTIVE), values))
 
 
 def already_active(name: str, run_id: int) -> AlreadyActive:

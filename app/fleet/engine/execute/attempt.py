@@ -93,15 +93,14 @@ class Attempt:
         """Commit what the block does and the completion of the run; `result` is called after the block."""
         self.committing = True
         try:
-            async with self._writer.committing(self) as session:
+            async with self._writer.transactions.commit(self, result) as session:
                 yield session
-                await self._writer.complete_in(session, self, result)
             self.committed = True
         finally:
             self.committing = self.committed
 
     async def guard(self, session: AsyncSession) -> None:
-        await self._writer.guard(session, self)
+        await self._writer.transactions.guard(self, session)
 
     def forget(self, events: Sequence[Event]) -> None:
         """These events do not wait to be written any more."""

@@ -34,15 +34,11 @@ Not guaranteed: an event that is not written yet is lost when the process dies.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
-
-from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.background import LoopErrors, cancel_and_wait
 from app.fleet.db.pool.pool import Connection, Database
-from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.execute import batches
 from app.fleet.engine.execute.attempt import Attempt, Ending
 from app.fleet.engine.execute.batches import (
@@ -57,12 +53,11 @@ from app.fleet.engine.execute.batches import (
 )
 from app.fleet.engine.execute.failures import storable
 from app.fleet.engine.execute.threads import wait_from_thread
+from app.fleet.engine.execute.transactions import RunTransactions
 from app.fleet.engine.execute.unwritten import Kind, Unwritten
 from app.fleet.errors import EngineError
-from app.fleet.runs.attempt_writes import GUARD
 from app.fleet.runs.effects.events import Event
 from app.fleet.runs.effects.states import RunState
-from app.fleet.runs.end import COMPLETE
 from app.fleet.stream.relay import CHANGED, EMITTED, Relay
 from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.redaction import describe
@@ -100,7 +95,7 @@ class RunWriter:
         self.stopping = asyncio.Event()
         self.fenced: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
-        self._database = database
+        self.transactions = RunTransactions(database, relay, self)
         self._relay = relay
         self._namespace = database.namespace
         self._settled = on_settled
@@ -169,31 +164,9 @@ class RunWriter:
         self._unwritten.add_event(attempt, event)
         self._work.set()
 
-    @asynccontextmanager
-    async def committing(self, attempt: Attempt) -> AsyncIterator[AsyncSession]:
-        async with self._database.session() as session:
-            yield session
-        self._relay.notify(CHANGED, [attempt.run_id])
-
-    async def complete_in(self, session: AsyncSession, attempt: Attempt, result: Callable[[], str | None]) -> None:
-        """End the run in the transaction of its effects. Its events are written first, because they happened first."""
+    async def until_events_are_written(self, attempt: Attempt) -> None:
         while attempt.unwritten_events:
             await self._until_round_ends()
-        values = {
-            "ids": [attempt.run_id],
-            "tokens": [attempt.token],
-            "states": None,
-            "results": [result()],
-            "errors": None,
-        }
-        if not await fetch(session, self._namespace.sql(COMPLETE), values):
-            self.refuse(attempt, "commit")
-            raise fenced(attempt)
-
-    async def guard(self, session: AsyncSession, attempt: Attempt) -> None:
-        if not await fetch(session, self._namespace.sql(GUARD), {"id": attempt.run_id, "token": attempt.token}):
-            self.refuse(attempt, "guard")
-            raise fenced(attempt)
 
     def wait_from_thread(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Block a thread until the event loop has done some work for it."""
