@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import assert_type
 
 import pytest
+from sqlalchemy import text
 
 from app.fleet import Action, PayloadInvalid, trigger
 from app.fleet.engine.actions.creator import current
 from app.fleet.engine.enqueue.orders import Order
+from app.fleet.errors import EngineError
 from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.trial_actions import EFFECTS, Parcel, noop, weigh
 
@@ -143,6 +145,22 @@ async def test_effects_and_completion_commit_together(here: LocalInstance) -> No
         "the event was emitted before the end, so it is stored"
     )
     assert not here.engine.executor.writer.fenced
+
+
+async def test_a_commit_inside_the_block_of_run_commit_is_refused_and_keeps_no_effect(here: LocalInstance) -> None:
+    await here.sql(EFFECTS)
+    run_id = await here.trigger("nap", {"seconds": 60})
+    run, write = await here.handle(run_id), text("INSERT INTO public.effects (run_id) VALUES (:run_id)")
+    with pytest.raises(EngineError, match="do not commit its session inside"):
+        async with run.commit() as session:
+            await session.execute(write, {"run_id": run_id})
+            await session.commit()
+    assert await here.sql("SELECT run_id FROM effects") == []
+    assert (await here.read(run_id)).state == "running"
+    async with run.commit() as session, session.begin_nested():
+        await session.execute(write, {"run_id": run_id})
+    assert await here.sql("SELECT run_id FROM effects") == [(run_id,)]
+    assert (await here.read(run_id)).state == "succeeded"
 
 
 async def test_effects_are_rolled_back_if_the_completion_is_fenced(here: LocalInstance, tmp_path: Path) -> None:

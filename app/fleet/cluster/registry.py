@@ -16,9 +16,9 @@ id, and every write that it still makes for the old id is refused (`runs/__init_
 
 Rooms above register a `GoneHook` for what they must change when an instance is gone. It runs in the same transaction,
 on its connection. That transaction must be short, because the leader's session waits for an answer only as long as its
-patience. So a hook changes at most `BATCH` rows per call and returns whether more are left; for those it is called
-again in later transactions (`clean_up`). If the leader ends before that, the periodic checks of each room find the
-remaining rows, which name a gone instance.
+patience. So a hook changes at most `BATCH` rows per call and returns whether more may be left. The leader calls it
+again in later transactions until it returns false (`clean_up`). If the leader ends before that, the periodic checks of
+each room find the remaining rows, which name a gone instance.
 
 `declare_gone` does not wait for the instance's own transactions, which hold its row FOR KEY SHARE: it skips a locked
 row, and the leader tries again. A transaction that never ends would keep the instance from ever being declared gone: if
@@ -188,7 +188,7 @@ class Registry:
         session.execute(self._sql(statements.REPORT_CONNECTION), values)
 
     def leave(self, session: Session, identifier: int, reason: str, shutdown: list[dict[str, Any]]) -> None:
-        """Declare this instance gone, unless another instance already did: the hooks run exactly once."""
+        """Declare this instance gone, unless another instance already did. The hooks are called here once."""
         values = {"id": identifier, "reason": reason, "shutdown": Jsonb(shutdown)}
         with session.transaction():
             session.execute(self._sql(statements.LOCK_ROW), {"id": identifier})

@@ -13,8 +13,8 @@ A run is a row of `runs` while it is pending or running. When it has succeeded, 
                                                                               limits allow it
     pending → running      CLAIM_ORDERED             dispatcher               also: first of its key,   claim_ordered.py
                                                                               none of it is running
-    running → succeeded,   FINISH, FINISH_UNLOCKED   run writer               token, `running`          end.py
-      failed, cancelled
+    running → succeeded,   FINISH,                   run writer               token, `running`          end.py
+      failed, cancelled    FINISH_SKIP_LOCKED
     running → succeeded    COMPLETE                  `run.commit`             token, `running`          end.py
     running → cancelled    END_CANCELLED             run writer, instead of   token, `running`,         end.py
                                                      REQUEUE                  cancellation requested
@@ -31,19 +31,22 @@ A run is a row of `runs` while it is pending or running. When it has succeeded, 
     running → running      CANCEL_RUNNING            operator: a request      `running`                 cancel.py
     failed, cancelled      REVIVE, REVIVE_MANY       operator                 with overlap="skip", no   retry.py
       → pending                                                               run is active
-    finished → (deleted)   PRUNE                     pruner                   retention is over         prune.py
+    ended → (deleted)      PRUNE                     pruner                   retention is over         prune.py
 
-Each statement also does what belongs to the change: it draws the next number of the run's events, adds a row to the
-feed (`effects/feed.py`), stores the events of an attempt that is over (`effects/events.py`), and notifies the instances
-that runs are pending (`effects/notifications.py`).
+A statement that changes the state also does what belongs to the change: it draws the next number of the run's events
+and adds a row to the feed (`effects/feed.py`). If an attempt is over, it stores the events of that attempt
+(`effects/events.py`). If runs become pending, or the next run of an ordering key may be claimed, it notifies the
+instances (`effects/notifications.py`).
 
 Why a late writer cannot commit. Every write of an attempt requires its token *and* the state `running`. After a
-takeover at least one of them has changed: until the next claim the row is `pending`, with the same token; the next
-claim increments the token. `run.commit` sends COMPLETE in the transaction of the run's effects: if it matches no row,
-the transaction is rolled back, with the effects. If it matches, it holds the row's lock until the commit, and every
-statement that takes a run over skips locked rows. `run.guard` locks the row too (FOR KEY SHARE, `attempt_writes.py`).
-REQUEUE, which only the attempt itself causes, does not conflict with that lock; but the next claim does, and skips the
-row until the guarded transaction has ended.
+takeover no row matches: the run is pending with the same token, or was claimed again with the next token, or has ended
+and has no row in `runs`. `run.commit` sends COMPLETE in the transaction of the run's effects. If COMPLETE matches no
+row, the transaction is rolled back, with the effects. If it matches, it has locked the row until the commit, and the
+statements that take a run over (RESCUE_ORPHANED, RESCUE_OVERDUE, CLAIM) skip locked rows.
+
+`run.guard` locks the row FOR KEY SHARE (`attempt_writes.py`), with the same effect. One statement can pass that lock:
+REQUEUE, which the attempt itself causes by failing. The run is pending then, and the next claim skips its row until the
+guarded transaction has ended.
 
 The engine's part is `engine/execute/transactions.py`. `effects/states.py` says what a new state would touch.
 """

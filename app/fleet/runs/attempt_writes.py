@@ -30,8 +30,8 @@ JOIN unnest(%(ids)s::int8[], %(tokens)s::int8[]) AS w (id, token) USING (id, tok
 WHERE r.id = ANY (%(ids)s) AND {is_running()}
 """)
 
-# KEY SHARE: a statement that takes the run over locks its row FOR UPDATE, and skips it while this lock is held. A
-# checkpoint updates no key column, so it does not conflict with this lock.
+# KEY SHARE: a statement that takes the run over (a rescue, a claim) locks its row FOR UPDATE, and skips it while this
+# lock is held. Checkpoints and REQUEUE update no key column, so they do not conflict with this lock.
 GUARD = Statement(f"""
 SELECT id FROM {{schema}}.runs AS r WHERE id = %(id)s AND token = %(token)s AND {is_running()} FOR KEY SHARE
 """)

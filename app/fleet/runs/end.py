@@ -4,14 +4,14 @@ A statement that ends runs deletes their rows in a CTE called `removed`, under t
 `ended_as`, `ended_with` and `ended_by` beside the row's own columns. `INSERT_FINISHED` is the other half. Because both
 halves are one statement, no crash can separate them. The end is in the row and in the feed.
 
-    statement          ends                                                      condition
-    FINISH             the runs of a batch, without locking their rows first     state `running` and the attempt's token
-    FINISH_UNLOCKED    the same, but leaves out rows that are locked             the same
-    COMPLETE           one run, in the transaction of its effects                the same
-    END_CANCELLED      runs whose attempt failed or paused after a request to    the same, and the request
-                       cancel them
-    CONFIRM            nothing: returns the runs that ended or went back     the token
-                       with a given token
+    statement             ends                                                   condition
+    FINISH                the runs of a batch, without locking their rows first  state `running` and the attempt's token
+    FINISH_SKIP_LOCKED    the same, without rows that are locked elsewhere       the same
+    COMPLETE              one run, in the transaction of its effects             the same
+    END_CANCELLED         runs whose attempt failed or paused after a request    the same, and the request
+                          to cancel them
+    CONFIRM               nothing: returns the runs that ended, or became        the token
+                          pending, with a given token
 """
 
 from app.fleet.db.namespace import Statement
@@ -64,7 +64,7 @@ WITH {before}ended AS (
 {INSERT_FINISHED}"""
 
 
-def finish_unlocked_sql(condition: str = "true") -> str:
+def finish_skip_locked_sql(condition: str = "true") -> str:
     """Return the statement that ends the given runs, and leaves out those whose rows another transaction has locked."""
     before = f"""own AS MATERIALIZED (
     SELECT r.id
@@ -77,15 +77,15 @@ def finish_unlocked_sql(condition: str = "true") -> str:
 
 GIVEN = "r.id = ANY (%(ids)s::int8[])"
 # Usually no other transaction has locked one of these rows. Locking each row first would take a tenth of the
-# statement's time. So FINISH does not; if it has to wait for longer than LOCK_TIMEOUT_MS, it fails, and FINISH_UNLOCKED
-# is sent instead.
+# statement's time. So FINISH does not; if it has to wait for longer than LOCK_TIMEOUT_MS, it fails, and
+# FINISH_SKIP_LOCKED is sent instead.
 FINISH = Statement(finish_sql(f"(SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true)) <> '' AND {GIVEN}"))
-FINISH_UNLOCKED = Statement(finish_unlocked_sql())
+FINISH_SKIP_LOCKED = Statement(finish_skip_locked_sql())
 # In the transaction of the run's effects, which is the caller's own. It waits for another transaction that `run.guard`
 # has joined to the run. RETURNING, because SQLAlchemy does not report how many rows a statement without it has changed.
 COMPLETE = Statement(finish_sql(GIVEN) + "RETURNING id")
 # Instead of a requeue: a run that is to be cancelled would wait for its delay, and then end without being executed.
-END_CANCELLED = Statement(finish_unlocked_sql("r.cancel_requested_at IS NOT NULL") + "RETURNING id")
+END_CANCELLED = Statement(finish_skip_locked_sql("r.cancel_requested_at IS NOT NULL") + "RETURNING id")
 
 # A claim draws a token once, so only the attempt that had this token can have made the change.
 CONFIRM = Statement("""

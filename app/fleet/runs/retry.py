@@ -1,7 +1,8 @@
-"""How a finished run is tried again on request: its row moves from `finished_runs` back to `runs`, and is pending.
+"""How an operator retries a run that has ended: its row moves from `finished_runs` back to `runs`, and is pending.
 
 It is the same run: the same id and key, and it continues from the last checkpoint. Its token is kept, because it may
-only grow. Each statement returns the run as it has changed it, on a connection in autocommit mode.
+only grow. The statements are sent in autocommit mode; with `overlap="skip"`, in a transaction that has the action's
+lock.
 
 A retry makes a run active. An action with `overlap="skip"` has at most one active run (`overlap.py`). So a retry is
 refused while another run of such an action is active, and a retry of many runs retries at most one of them and counts

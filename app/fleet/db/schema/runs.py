@@ -70,7 +70,7 @@ runs = Table(
     # The instance that runs it or ran it last.
     Column("instance_id", Integer),
     Column("instance", Text),
-    # Number of claims. A pause subtracts its claim; an operator's retry starts again from 0.
+    # Number of claims. A pause and an undone claim subtract it; an operator's retry starts again from 0.
     Column("attempt", Integer, nullable=False, server_default=text("0")),
     Column("max_attempts", Integer, nullable=False),
     # Number of attempts that ended because their instance was declared gone. They do not count towards `max_attempts`

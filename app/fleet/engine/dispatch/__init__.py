@@ -10,11 +10,13 @@
 What is claimed next: no instance decides for the others. Each claims for its own free slots, while it is not draining
 and its link holds, by these rules:
 
-    1  due queues: the highest priority first, then the queue in which a run waits longest (by the second), then random
+    1  due queues: the highest priority first, then the queue in which a run waits longest, as far as this instance
+       knows (its floor, by the second), then from a random one on
     2  in a priority, each queue has an equal share of the claim; what it leaves goes to the others, then to lower
-       priorities; ordered queues and the others take turns at being first
+       priorities. If the priority has ordered queues and others, the two kinds take turns: one has all the room first
     3  in a queue: by `run_at`, then by id, without rows that another session has locked
-    4  of an ordering key: only the unfinished run with the lowest id, if none of the key is running
+    4  of an ordering key: only the unfinished run with the lowest id, if it is due and no run of the key is running;
+       while it waits for a retry or a later `run_at`, the key waits
     5  an action with limits: under a lock of its row, as many as the limits allow
     6  together at most 16 MiB of payloads and checkpoints
 """

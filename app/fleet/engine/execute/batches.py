@@ -25,7 +25,7 @@ from app.fleet.runs.attempt_writes import CHECKPOINT, STILL_OURS
 from app.fleet.runs.effects import events
 from app.fleet.runs.effects.events import Event
 from app.fleet.runs.effects.states import RunState
-from app.fleet.runs.end import CONFIRM, END_CANCELLED, FINISH, FINISH_UNLOCKED
+from app.fleet.runs.end import CONFIRM, END_CANCELLED, FINISH, FINISH_SKIP_LOCKED
 from app.fleet.runs.requeue import REQUEUE
 
 REFUSED = "PostgreSQL refused what it wrote:"
@@ -183,7 +183,7 @@ async def finish(
     try:
         cursor = await connection.execute(namespace.sql(FINISH), values)
     except psycopg.errors.LockNotAvailable:
-        cursor = await connection.execute(namespace.sql(FINISH_UNLOCKED), values)
+        cursor = await connection.execute(namespace.sql(FINISH_SKIP_LOCKED), values)
     if cursor.rowcount == len(batch):
         return Outcome(batch)
     return await sort_out(connection, namespace, batch, set(), returned=False)

@@ -2,19 +2,23 @@
 
 Both require the attempt's token and the state `running`, and lock the run's row until the transaction ends. If no row
 matches, the run was taken over: the attempt gets `Fenced`, and the transaction is rolled back with its effects. Why
-that is enough: `runs/__init__.py`.
+that is enough: `runs/__init__.py`. A commit inside the block of `run.commit` is refused before it takes effect; a
+savepoint is not.
 """
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.batches import fenced
+from app.fleet.errors import EngineError
 from app.fleet.runs.attempt_writes import GUARD
 from app.fleet.runs.end import COMPLETE
 from app.fleet.stream.relay import CHANGED, Relay
@@ -32,8 +36,17 @@ class RunTransactions:
     @asynccontextmanager
     async def commit(self, attempt: Attempt, result: Callable[[], str | None]) -> AsyncIterator[AsyncSession]:
         """Commit what the block does and the end of the run; `result` is called after the block."""
+        in_block = True
+
+        def refuse_commit(of: Session) -> None:
+            # Otherwise the effects would be committed without the end of the run, and made again by the next attempt.
+            if in_block and not of.in_nested_transaction():
+                raise EngineError("run.commit() commits at the end of its block: do not commit its session inside")
+
         async with self._database.session() as session:
+            event.listen(session.sync_session, "before_commit", refuse_commit)
             yield session
+            in_block = False
             # Its events happened before its end.
             await self._writer.until_events_are_written(attempt)
             values = {

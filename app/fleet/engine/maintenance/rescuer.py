@@ -1,8 +1,8 @@
-"""The rescuer: makes runs pending again whose attempt has ended without a record.
+"""The rescuer: takes runs over whose attempt has ended without a record. Most become pending again (`runs/requeue.py`).
 
     case                        when                                                      error of the run
     the instance is gone        in the transaction that declares it gone (`Rescue`). If   the instance died
-                                it had more than `BATCH` runs, the rest follows in
+                                it had `BATCH` runs or more, the rest follows in
                                 transactions after that one
     the action hangs            its deadline and then `SLACK` seconds have passed, and    it exceeded its deadline
                                 its own instance has not ended it: its event loop is

@@ -12,11 +12,16 @@ search for runs in a state say `state = 'running'`, and use the index.
 A new state touches:
 
     here, `db/schema/runs.py`, a migration  `RunState`; `ACTIVE` if its row is in `runs`; the CHECK; an index for lists
-    `runs/`                                 a statement for each transition; the texts of `cancel_run` and `retry_run`;
-                                            `active_run` in `overlap.py`; the index that `read/pages.py` reads
-    `effects/events.py`                     READ builds the latest `running` event of running and ended runs only
+    `runs/`                                 a statement for each transition; `cancel_run` and `retry_run`, with their
+                                            texts; `active_run` in `overlap.py`; the branches of `read/pages.py`
+    `runs/end.py`                           CONFIRM, if the run writer makes the transition: it knows ends and pending
+    `runs/effects/events.py`                READ and `event_insert_sql` build the events of the states that they know; a
+                                            state without an event is a gap in the numbers, at which readers stop
+    `runs/claim.py`, `claim_ordered.py`     ALLOWED counts running runs; any unfinished head blocks its ordering key
     `engine/actions/admin.py`               LIST: the newest run of an action
-    `cli/runs.py`, `cli/follow.py`          the texts for people
+    `engine/execute/writer.py`              OUTCOMES, for metrics
+    `engine/once/statements.py`             a key belongs to its run only while the run is running
+    `cli/`                                  runs.py, follow.py, trigger.py: the texts for people
 """
 
 import enum
