@@ -1,5 +1,7 @@
 """How a run is claimed: pending becomes running, on one instance, with a token that only grows.
 
+Which runs are claimed first, from which queues: `engine/dispatch/__init__.py`. This file has the statements.
+
 One statement finds runs with `FOR UPDATE SKIP LOCKED` and claims them, under three conditions:
 
 - The instance is live at the commit. Its row is locked FOR KEY SHARE; a transaction that declares it gone locks the row

@@ -13,9 +13,11 @@
                                                         without retries left
 
 Each statement also stores the events of the attempt that is over, adds a row to the feed, and (except UNDO_CLAIM, whose
-caller knows the runs) notifies the instances. They skip locked rows: an attempt's guarded transaction (`run.guard`) has
-locked the row of its run, and the run is not rescued before that transaction ends. REQUEUE does not conflict with that
-lock. UNDO_CLAIM waits for a locked row, but no attempt exists that could have locked it.
+caller knows the runs) notifies the instances.
+
+REQUEUE and the two rescues skip locked rows. An attempt's guarded transaction (`run.guard`) has locked the row of its
+run, and the run is not rescued before that transaction ends; REQUEUE does not conflict with that lock. UNDO_CLAIM waits
+for a locked row, but no attempt exists that could have locked it.
 
 The token stays as it is; the next claim increments it. Until then late writes are refused because the run is not
 `running`.

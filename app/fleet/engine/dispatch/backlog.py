@@ -1,4 +1,4 @@
-"""The backlog: which queues may have runs to claim, as this instance knows it.
+"""The backlog: which queues may have runs to claim, as this instance knows it. `dispatch/__init__.py` has the rules.
 
 A queue is the pending runs of one action with one priority; the pending ordered runs of an action are one queue,
 whatever their priorities (`ordered.py`). The instance learns of queues from notifications, from its own retries, and

@@ -1,4 +1,6 @@
-"""The dispatcher: decides when this instance claims runs for its free slots, and how many; the executor begins them.
+"""The dispatcher: decides when this instance claims runs for its free slots, and how many.
+
+The executor begins them. Which runs are claimed first: the rules are in `dispatch/__init__.py`.
 
 It waits until a queue of the backlog is due, or until something wakes it: a notification, a slot that has become free,
 the reconciler. It claims nothing while the instance drains, while its link does not hold, and while the scheduler has

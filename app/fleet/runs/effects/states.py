@@ -3,12 +3,6 @@
 A statement that changes a run names the state that the run must have, and never a state that it must not have. A state
 that a later release adds is then refused by every statement that does not name it.
 
-Both conditions compare under the collation "C", which does not change equality, but keeps the planner from using a
-partial index (`WHERE state = 'running'`). The statements of attempts and claims find rows by their ids; with these
-conditions they read the primary key alone. Otherwise, while the table is empty, a walk through a partial index seems to
-cost nothing, and under a held snapshot that walk passes every entry that vacuum could not remove yet. Statements that
-search for runs in a state say `state = 'running'`, and use the index.
-
 A new state touches:
 
     here, `db/schema/runs.py`, a migration  `RunState`; `ACTIVE` if its row is in `runs`; the CHECK; an index for lists
@@ -21,7 +15,14 @@ A new state touches:
     `engine/actions/admin.py`               LIST: the newest run of an action
     `engine/execute/writer.py`              OUTCOMES, for metrics
     `engine/once/statements.py`             a key belongs to its run only while the run is running
+    `engine/enqueue/following.py`           `result`, if the state is an end
     `cli/`                                  runs.py, follow.py, trigger.py: the texts for people
+
+Both conditions compare under the collation "C", which does not change equality, but keeps the planner from using a
+partial index (`WHERE state = 'running'`). The statements of attempts and claims find rows by their ids; with these
+conditions they read the primary key alone. Otherwise, while the table is empty, a walk through a partial index seems to
+cost nothing, and under a held snapshot that walk passes every entry that vacuum could not remove yet. Statements that
+search for runs in a state say `state = 'running'`, and use the index.
 """
 
 import enum
