@@ -316,7 +316,7 @@ async def test_a_rate_beyond_any_number_of_runs_allows_as_many_as_there_are(addr
 async def test_a_rate_allows_the_next_start_when_the_wait_for_it_is_over(address: str) -> None:
     async with engine_harness(address, declare(rate="10/s", burst=3)) as here:
         found = []
-        for ahead in (0.0, 0.1, 0.19, 0.21, 0.23, 0.27, 0.29, 0.31, 0.5):
+        for ahead in (0.0, 0.1, 0.19, 0.21, 0.23, 0.27, 0.29, 0.31, 60.0):
             used = "UPDATE actions SET rate_used_until = clock_timestamp() + make_interval(secs => %s) RETURNING 1"
             await here.sql(used, ahead)
             found += await here.sql(f"SELECT allowed > 0, seconds <= 0 FROM ({ALLOWED_OF}) AS a", here.catalogue.ids)
@@ -349,7 +349,6 @@ async def change(here: EngineHarness, **options: Any) -> None:
         ({"rate": "2/d", "burst": 2}, 2, {"rate": "2/d", "burst": 3}, 1),
         ({"rate": "10/d", "burst": 10}, 10, {"rate": "10/m", "burst": 10}, 0),
         ({"rate": "4/d", "burst": 4}, 4, {"rate": "2/d"}, 0),
-        ({"rate": "1000/s"}, 51, {"rate": "1/d"}, 0),
         ({"rate": "2/d", "burst": 2}, 2, {}, 1000),
     ],
 )
