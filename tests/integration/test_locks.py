@@ -729,6 +729,32 @@ async def test_a_renewal_does_not_wait_for_a_row_that_an_operator_has_locked(her
         await soon(renewed)
 
 
+async def test_a_waiter_keeps_the_lock_that_it_was_granted_while_another_session_has_locked_the_row(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The poll of another waiter locks the row for a moment. The lock must not pass on to that waiter because of it."""
+    rows, done, renewed = locks_of(here)._rows, asyncio.Event(), asyncio.Event()
+    genuine = rows.fetch
+    async with here.running.context.database.connection() as other:
+
+        async def fetch(statement: Statement, values: Any) -> Any:
+            if statement is not RENEW or renewed.is_set():
+                return await genuine(statement, values)
+            await other.execute("SELECT FROM flotilla.service_locks WHERE name = 'x' FOR UPDATE")
+            answer = await genuine(statement, values)
+            renewed.set()
+            return answer
+
+        monkeypatch.setattr(rows, "fetch", fetch)
+        async with lock("x"):
+            waiting = at(here, lambda: hold("x", done))
+            await wait_for_waiters(here, 1)
+        await renewed.wait()
+        await other.rollback()
+        done.set()
+        assert await waiting == 2
+
+
 async def test_an_instance_stops_granting_a_released_lock_that_has_another_holder(here: LocalInstance) -> None:
     """So the releasing instance stops trying to grant it."""
     async with here.running.context.database.connection() as connection:

@@ -59,7 +59,7 @@ from app.fleet.coordination.locks import statements
 from app.fleet.coordination.locks.held import HeldLock, LockRequest, OnLoss, cancelled_on_loss, loss_error
 from app.fleet.coordination.locks.queue import LockQueue
 from app.fleet.coordination.locks.renewal import HeldLocks
-from app.fleet.coordination.locks.rows import LockRows
+from app.fleet.coordination.locks.rows import MIN_POLL_INTERVAL, LockRows
 from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import Place, fetch
 from app.fleet.duration import format_duration
@@ -192,9 +192,15 @@ class Locks(Service):
 
     async def _confirm(self, request: LockRequest, me: Identity, token: int) -> HeldLock | None:
         """Renew a lock that was granted: the notification may be old."""
+        values = {"names": [request.name], "tokens": [token], "me": me.id}
         sent = clock()
-        rows = await self._rows.fetch(statements.RENEW, {"names": [request.name], "tokens": [token], "me": me.id})
-        return self._add(request, me, token, sent) if rows and rows[0][2] else None
+        while rows := await self._rows.fetch(statements.RENEW, values):
+            if rows[0][2]:
+                return self._add(request, me, token, sent)
+            # The lock is ours, and another session has locked its row: for a moment, if that session polls.
+            await asyncio.sleep(MIN_POLL_INTERVAL)
+            sent = clock()
+        return None
 
     def _add(self, request: LockRequest, me: Identity, token: int, sent: float) -> HeldLock | None:
         if self._member.identity != me:
