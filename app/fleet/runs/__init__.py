@@ -18,13 +18,13 @@ A run is a row of `runs` while it is pending or running. When it has succeeded, 
     running → succeeded    COMPLETE                  `run.commit`             token, `running`          end.py
     running → cancelled    END_CANCELLED             run writer, instead of   token, `running`,         end.py
                                                      REQUEUE                  cancellation requested
-    running → pending      REQUEUE                   run writer: retry, pause token, `running`,         requeue.py
-                                                                              no cancellation
+    running → pending      REQUEUE                   run writer: a retry or   token, `running`,         requeue.py
+                                                     a pause                  no cancellation
                                                                               requested
     running → pending      UNDO_CLAIM                reconciler: the claim's  token, `running`          requeue.py
                                                      answer was lost
-    running → pending,     RESCUE_ORPHANED           rescuer: the instance is `running`, instance       requeue.py
-      failed, cancelled                              gone                     is gone
+    running → pending,     RESCUE_ORPHANED           rescuer: its instance    `running`, instance       requeue.py
+      failed, cancelled                              is gone                  is gone
     running → pending,     RESCUE_OVERDUE            rescuer: the deadline is `running`, deadline       requeue.py
       failed, cancelled                              long over                and a slack passed
     pending → cancelled    CANCEL_PENDING            operator                 `pending`                 cancel.py
