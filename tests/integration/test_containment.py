@@ -99,8 +99,13 @@ async def test_a_run_that_emits_without_end_does_not_delay_the_end_of_other_runs
     assert babbling.ending is None, "the run emitted all the time"
 
 
-async def test_a_run_that_emits_without_end_does_not_delay_the_pause_of_other_runs(address: str) -> None:
-    async with local_instance(address, actions=FAULTS, concurrency=CONCURRENCY, pause_timeout=2.0) as here:
+async def test_a_run_that_emits_without_end_does_not_delay_the_pause_of_other_runs(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The shorter the time is, the less of it is left to write the ends: on a busy machine, 2 s were not enough. In 6 s,
+    # the run would reach the limit of its events.
+    monkeypatch.setattr(writer, "MAX_EVENTS", 10_000_000)
+    async with local_instance(address, actions=FAULTS, concurrency=CONCURRENCY, pause_timeout=6.0) as here:
         await here.attempt(await here.trigger("babble", {"deaf": True}))
         await here.attempt(await here.trigger("nap", {"seconds": 60}))
     with psycopg.connect(address) as left:
