@@ -337,16 +337,20 @@ async def test_statements_that_time_out_return_their_connections(address: str) -
 
 async def test_an_exhausted_pool_serves_again_after_its_waiting_callers_have_given_up(address: str) -> None:
     """Callers that time out or are cancelled while they wait for a connection cost the pool nothing."""
-    async with pool(address, pool_timeout=1.0) as database:
+    async with pool(address) as database:
         async with asyncio.TaskGroup() as holders:
-            release = asyncio.Event()
+            release, all_held = asyncio.Event(), asyncio.Barrier(SIZE + 1)
 
             async def hold() -> None:
                 async with database.connection():
+                    await all_held.wait()
                     await release.wait()
 
             for _ in range(SIZE):
                 holders.create_task(hold())
+            await all_held.wait()
+            # Only from now on: a holder may need longer to open its connection.
+            database._pool.timeout = 1.0
             waiting = [asyncio.ensure_future(commits_a_session(database)) for _ in range(SIZE * 3)]
             await asyncio.sleep(0)
             for one in waiting[::2]:
