@@ -60,6 +60,7 @@ class LocalInstance:
 
     async def read(self, run_id: int) -> RunRecord:
         database = self.running.context.database
+        await self.wait_until_healthy()
         async with database.connection() as connection:
             return await records.find(connection, database.namespace, run_id)
 
@@ -85,12 +86,17 @@ class LocalInstance:
         """Wait until the run is under way here, and return a handle of its attempt, as its action has one."""
         return Run(await self.attempt(run_id))
 
+    async def wait_until_healthy(self) -> None:
+        """Wait for the end of an outage. The pool waits for a second only, and on a busy machine it may last longer."""
+        await self.running.context.database._supervisor.wait_until_healthy()
+
     async def run(self, action: str, payload: Any = None, **order: Any) -> RunRecord:
         """Trigger a run, and return it when it has ended."""
         return await self.ended(await self.trigger(action, payload, **order))
 
     async def sql(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         """Execute a statement, with the namespace's schema in the search path."""
+        await self.wait_until_healthy()
         async with self.running.context.database.connection() as connection:
             await connection.execute("SET LOCAL search_path TO flotilla, public")
             cursor = await connection.execute(statement, values or None)
