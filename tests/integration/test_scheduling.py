@@ -259,17 +259,23 @@ async def test_two_instances_that_start_at_once_with_a_new_action_add_it_once(ad
 async def test_the_start_of_an_instance_repeats_a_transaction_that_ends_with_a_deadlock(address: str) -> None:
     """Another session locks two actions in the wrong order, which no statement of the template does."""
     with psycopg.connect(address, autocommit=True) as session:
-        # The session that began to wait first is ended. Long enough for the other one to begin.
-        session.execute(f"ALTER DATABASE {session.info.dbname} SET deadlock_timeout = '2s'")
+        session.execute(f"ALTER DATABASE {session.info.dbname} SET deadlock_timeout = '100ms'")
     async with local_instance(address) as here:
         await here.sql("UPDATE actions SET priority = 99 RETURNING 1")
-        with psycopg.connect(address) as wrong:
-            lock = "SELECT FROM flotilla.actions WHERE id = %s FOR UPDATE"
-            wrong.execute("SET deadlock_timeout = '1min'")
-            wrong.execute(lock, [2])
+        lock = "SELECT FROM flotilla.actions WHERE id = %s FOR UPDATE"
+        waits = "SELECT true FROM pg_locks WHERE NOT granted AND pid = %s"
+        with psycopg.connect(address) as wrong, psycopg.connect(address) as gate:
+            # A session looks for a deadlock once, when it has waited for a while, and is ended if it finds one. So the
+            # start must be the last one to wait: a third session stops it until the other one waits for it.
+            wrong.execute("SET deadlock_timeout = '10min'")
+            wrong.execute(lock, [3])
+            gate.execute(lock, [2])
             starting = asyncio.create_task(here.engine.synchronise())
             await soon(lambda: here.sql("SELECT true FROM pg_locks WHERE NOT granted"))
-            await asyncio.to_thread(wrong.execute, lock, [1])
+            blocked = asyncio.create_task(asyncio.to_thread(wrong.execute, lock, [1]))
+            await soon(lambda: here.sql(waits, wrong.info.backend_pid))
+            gate.rollback()
+            await blocked
         await starting
         assert await here.sql("SELECT count(*) FROM actions WHERE priority = 99") == [(0,)]
 
