@@ -298,9 +298,9 @@ async def chatter(run: Run) -> None:
 
 @action("ask-another")
 async def ask_another(run: Run) -> dict[str, Any]:
-    other = await trigger(run.payload["of"], {"x": 1} if run.payload["of"] == "echo" else None)
+    other = await trigger(run.payload["of"], {"x": 1} if run.payload["of"] == "echo" else run.payload.get("given"))
     try:
-        return {"said": await result(other, timeout=run.payload.get("timeout", 10))}
+        return {"said": await result(other, timeout=run.payload.get("timeout", 60))}
     except (RunFailed, TimeoutError) as error:
         return {"failed": f"{type(error).__name__}: {error}"}
 
