@@ -24,7 +24,7 @@ from app.fleet.db.pool.session_slots import session_limit
 from app.settings import Settings
 from tests.support.postgres import Postgres
 from tests.support.runs import soon
-from tests.support.service import Running, service
+from tests.support.service import is_ready, service
 
 pytestmark = pytest.mark.anyio
 
@@ -385,11 +385,6 @@ async def test_a_session_of_a_request_returns_its_connection_however_the_request
         for _ in range(20):
             assert (await running.client.get("/trial/database")).status_code == 200
         await soon(lambda: is_ready(running))
-
-
-async def is_ready(running: Running) -> bool:
-    """A probe waits for the database for a second only: on a busy machine, one of them may be answered with 503."""
-    return (await running.client.get("/health/ready")).status_code == 200
 
 
 # -- a second connection for a caller that holds one ------------------------------------------------------------------

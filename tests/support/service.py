@@ -36,3 +36,8 @@ async def service(address: str, **settings: object) -> AsyncIterator[Running]:
         httpx.AsyncClient(transport=transport, base_url="http://service") as client,
     ):
         yield Running(app, client, app.state.fleet)
+
+
+async def is_ready(running: Running) -> bool:
+    """A probe waits for the database for a second only: on a busy machine, one of them may be answered with 503."""
+    return (await running.client.get("/health/ready")).status_code == 200
