@@ -237,7 +237,8 @@ async def test_successive_claims_scan_all_keys_if_there_are_more_than_max_keys(
 async def test_a_scan_pauses_after_its_round_and_requested_keys_do_not_wait_for_it(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ordered, "PAUSE", 3600.0)
+    # Two keys of a thousand: a pause of two minutes.
+    monkeypatch.setattr(ordered, "PAUSE", 60_000.0)
     async with engine_harness(address, declare()) as here:
         (first,) = await trigger_ordered(here, "a", 1)
         await trigger_ordered(here, "b", 2)
@@ -249,7 +250,7 @@ async def test_a_scan_pauses_after_its_round_and_requested_keys_do_not_wait_for_
         assert one.backlog.due(loop.time()) == []
         due = one.backlog.next_due()
         assert due is not None
-        assert 1 < due - loop.time() < 10, "the pause is proportional to the two keys scanned"
+        assert 60 < due - loop.time() < 125, "the pause is proportional to the two keys scanned"
         await here.sql(END, [run.run_id])
         one.backlog.add_next_of(here.catalogue.id_of("tick"), "b")
         assert len(await one.claim(everywhere=False)) == 1
