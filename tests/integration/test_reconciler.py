@@ -35,7 +35,11 @@ async def here(address: str) -> AsyncIterator[LocalInstance]:
 async def wait_for_reads(here: LocalInstance, count: int = 4) -> None:
     """Wait until the reconciler has read this many times from now on."""
     before = here.engine.reconciler.reads
-    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.engine.reconciler.reads >= before + count))
+
+    async def has_read() -> bool:
+        return here.engine.reconciler.reads >= before + count
+
+    await soon(has_read)
 
 
 async def test_the_reconciler_does_not_touch_runs_of_a_claim_in_progress(
