@@ -21,12 +21,23 @@ LIVE = b"GET /health/live HTTP/1.1\r\nHost: service\r\n"
 
 
 @pytest.fixture(scope="module")
-def instance(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InstanceProcess]:
-    """One instance for all tests that check only their own connections."""
+def fleet_of_module(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     own = postgres.new_migrated_database()
-    with Fleet(own, tmp_path_factory.mktemp("instance"), **QUICK) as fleet:
-        yield fleet.start()[0]
+    with Fleet(own, tmp_path_factory.mktemp("instance")) as fleet:
+        yield fleet
     postgres.drop(own)
+
+
+@pytest.fixture(scope="module")
+def instance(fleet_of_module: Fleet) -> InstanceProcess:
+    """One instance for all tests that check only their own connections. On a busy machine, no request times out."""
+    return fleet_of_module.start()[0]
+
+
+@pytest.fixture(scope="module")
+def hasty_instance(fleet_of_module: Fleet) -> InstanceProcess:
+    """One instance for all tests of the timeouts."""
+    return fleet_of_module.start(1, "serve", **QUICK)[0]
 
 
 def connect(instance: InstanceProcess) -> socket.socket:
@@ -122,30 +133,32 @@ def test_data_that_is_not_http_is_answered_with_400_and_logged_once(instance: In
 # -- timeouts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_connection_is_closed_and_incomplete_headers_are_answered_with_408(instance: InstanceProcess) -> None:
-    assert send_and_read(instance) == (None, {})
-    assert send_and_read(instance, LIVE)[1]["status"] == 408
+def test_a_silent_connection_is_closed_and_incomplete_headers_are_answered_with_408(
+    hasty_instance: InstanceProcess,
+) -> None:
+    assert send_and_read(hasty_instance) == (None, {})
+    assert send_and_read(hasty_instance, LIVE)[1]["status"] == 408
 
 
-def test_the_header_timeout_applies_to_later_requests_of_a_connection_too(instance: InstanceProcess) -> None:
-    with connect(instance) as client:
+def test_the_header_timeout_applies_to_later_requests_of_a_connection_too(hasty_instance: InstanceProcess) -> None:
+    with connect(hasty_instance) as client:
         assert is_alive_on(client)
         client.sendall(LIVE)
         assert read_response(client)[1]["status"] == 408
-        before = count_closed(instance, "slow_header")
-    with connect(instance) as client:
+        before = count_closed(hasty_instance, "slow_header")
+    with connect(hasty_instance) as client:
         assert is_alive_on(client)
         # The client sends nothing more: the connection is idle, and is closed without a response.
         assert client.recv(65536) == b""
-    assert count_closed(instance, "slow_header") == before
+    assert count_closed(hasty_instance, "slow_header") == before
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_request_whose_body_stops_or_is_too_slow_is_answered_with_408(
-    instance: InstanceProcess, is_slow: bool
+    hasty_instance: InstanceProcess, is_slow: bool
 ) -> None:
-    before = count_closed(instance, "slow_body")
-    with connect(instance) as client:
+    before = count_closed(hasty_instance, "slow_body")
+    with connect(hasty_instance) as client:
         client.sendall(b"POST /trial/parcels HTTP/1.1\r\nHost: service\r\nContent-Type: application/json\r\n")
         client.sendall(b'Content-Length: 1000\r\n\r\n{"weight": 3, ')
         client.settimeout(0.5)
@@ -157,12 +170,12 @@ def test_a_request_whose_body_stops_or_is_too_slow_is_answered_with_408(
             with contextlib.suppress(TimeoutError):
                 received = client.recv(65536)
         assert received.startswith(b"HTTP/1.1 408 ")
-    assert count_closed(instance, "slow_body") == before + 1
+    assert count_closed(hasty_instance, "slow_body") == before + 1
 
 
-def test_a_slow_body_that_is_fast_enough_is_read(instance: InstanceProcess) -> None:
+def test_a_slow_body_that_is_fast_enough_is_read(hasty_instance: InstanceProcess) -> None:
     body = b'{"weight": 3, "label": "%s"}' % (b"a" * 9_000)
-    with connect(instance) as client:
+    with connect(hasty_instance) as client:
         client.sendall(b"POST /trial/parcels HTTP/1.1\r\nHost: service\r\nConnection: close\r\n")
         client.sendall(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body))
         for at in range(0, len(body), 1500):
@@ -172,27 +185,27 @@ def test_a_slow_body_that_is_fast_enough_is_read(instance: InstanceProcess) -> N
         assert read_response(client)[0] == 200
 
 
-def test_a_request_may_take_longer_than_the_timeouts_of_the_connection(instance: InstanceProcess) -> None:
-    with httpx.Client(base_url=instance.url, verify=NO_TRUST, timeout=30) as client:
+def test_a_request_may_take_longer_than_the_timeouts_of_the_connection(hasty_instance: InstanceProcess) -> None:
+    with httpx.Client(base_url=hasty_instance.url, verify=NO_TRUST, timeout=30) as client:
         assert client.get("/trial/slow?seconds=4").status_code == 200
 
 
 @pytest.mark.parametrize("how", ["whole", "pieces"])
 def test_the_connection_of_a_client_that_does_not_read_its_response_is_reset(
-    instance: InstanceProcess, how: str
+    hasty_instance: InstanceProcess, how: str
 ) -> None:
-    before = count_closed(instance, "stalled_read")
+    before = count_closed(hasty_instance, "stalled_read")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", instance.port))
+        client.connect(("127.0.0.1", hasty_instance.port))
         client.sendall(b"GET /trial/large?megabytes=20&how=%s HTTP/1.1\r\nHost: service\r\n\r\n" % how.encode())
-        eventually(lambda: count_closed(instance, "stalled_read") == before + 1)
+        eventually(lambda: count_closed(hasty_instance, "stalled_read") == before + 1)
 
 
-def test_a_client_that_reads_its_response_slowly_receives_all_of_it(instance: InstanceProcess) -> None:
+def test_a_client_that_reads_its_response_slowly_receives_all_of_it(hasty_instance: InstanceProcess) -> None:
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        client.connect(("127.0.0.1", instance.port))
+        client.connect(("127.0.0.1", hasty_instance.port))
         client.sendall(b"GET /trial/large?megabytes=8&how=whole HTTP/1.1\r\nHost: service\r\nConnection: close\r\n\r\n")
         received = 0
         while piece := client.recv(1 << 20, socket.MSG_WAITALL):
