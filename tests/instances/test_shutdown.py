@@ -46,7 +46,8 @@ def in_background(work: Callable[[], httpx.Response]) -> "threading.Thread":
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_the_readiness_probe_returns_503_while_the_listener_still_accepts(fleet: Fleet, mode: Mode) -> None:
-    (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="3")
+    # Long enough for several probes on a busy machine.
+    (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="6")
     instance.terminate()
     seen: list[int | None] = []
     while accepts_connections(instance):
@@ -68,9 +69,9 @@ def test_a_request_in_flight_finishes_and_new_ones_are_served_until_the_listener
     fleet: Fleet, mode: Mode
 ) -> None:
     # The requests take longer than the listener is open, and there is time for one more request before it closes.
-    (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="4", FLOTILLA_DRAIN_TIMEOUT="20")
+    (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="8", FLOTILLA_DRAIN_TIMEOUT="20")
     with ThreadPoolExecutor() as pool:
-        requests = [pool.submit(httpx.get, f"{instance.url}/trial/slow?seconds=5", timeout=60) for _ in range(4)]
+        requests = [pool.submit(httpx.get, f"{instance.url}/trial/slow?seconds=9", timeout=60) for _ in range(4)]
         eventually(lambda: len(instance.lines("trial.began")) == 4)
         instance.terminate()
         eventually(lambda: instance.status() == 503)
@@ -102,7 +103,7 @@ def test_a_stream_of_events_ends_cleanly_with_a_reconnection_delay(fleet: Fleet,
 
 
 def test_a_download_in_flight_is_completed(fleet: Fleet) -> None:
-    (instance,) = fleet.start()
+    (instance,) = fleet.start(FLOTILLA_DRAIN_TIMEOUT="20")
     with httpx.stream("GET", f"{instance.url}/trial/download?seconds=2", timeout=30) as download:
         chunks = download.iter_raw()
         size = len(next(chunks))
@@ -154,9 +155,8 @@ def test_a_draining_leader_gives_up_leadership_at_the_first_step(fleet: Fleet, m
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_second_signal_skips_the_wait(fleet: Fleet, mode: Mode, number: int) -> None:
-    (instance,) = fleet.start(
-        1, mode, FLOTILLA_DRAIN_DELAY="30", FLOTILLA_DRAIN_TIMEOUT="5", FLOTILLA_PAUSE_TIMEOUT="2"
-    )
+    # So long that a process that waited for it would not end in time.
+    (instance,) = fleet.start(1, mode, FLOTILLA_DRAIN_DELAY="600", FLOTILLA_GRACE_PERIOD="700")
     expected = 2 if mode == "workers" else 1
     eventually(lambda: len(instance.lines("instance.ready")) == expected)
     processes = [each["pid"] for each in instance.instances()["instances"]]
@@ -166,7 +166,7 @@ def test_a_second_signal_skips_the_wait(fleet: Fleet, mode: Mode, number: int) -
     for process in processes:
         os.kill(process, number)
 
-    instance.wait_exit(within=15)
+    instance.wait_exit()
     kept = read_shutdown_records(fleet.address)
     assert len(kept) == expected
     for record in kept.values():
@@ -184,7 +184,7 @@ def test_down_requests_an_ordered_shutdown_through_the_database(fleet: Fleet, mo
     assert f"{name}: gone" in down.stdout
     instance.wait_exit()
     assert [entry["step"] for entry in read_shutdown_records(fleet.address)[name]] == STEPS
-    assert other.is_ready()
+    other.wait_ready()
     assert instance.errors() == []
 
 
@@ -293,9 +293,9 @@ def get_or_599(url: str) -> httpx.Response:
 
 def test_the_watchdog_ends_a_process_whose_event_loop_is_blocked(fleet: Fleet) -> None:
     """The event loop is blocked without end: no further step is possible, and the log still has the reason."""
-    short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "23"}
+    short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "27"}
     # The listener is open long enough for one more request.
-    (instance,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="4", **short)
+    (instance,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="8", **short)
     instance.terminate()
     # The first step is done, and the second one lasts as long as the listener is open.
     eventually(lambda: [line["step"] for line in instance.lines("shutdown.step")] == ["flag"])
@@ -311,7 +311,8 @@ def test_a_singleton_that_does_not_end_does_not_delay_the_end_of_the_process(fle
     (instance,) = fleet.start(1, mode, FLOTILLA_ACTIONS="tests.support.trial_deaf")
     eventually(lambda: instance.lines("singleton.began"))
     instance.signal(signal.SIGINT)
-    instance.wait_exit(within=20)
+    # Before the watchdog would end it.
+    instance.wait_exit(within=40)
     assert instance.lines("singleton.abandoned")
     for steps in read_shutdown_records(fleet.address).values():
         assert [step["outcome"] for step in steps] == ["done"] * len(STEPS)
@@ -371,7 +372,7 @@ def test_a_reload_during_development_does_not_wait_for_load_balancers(
         eventually(lambda: get_or_599(f"http://127.0.0.1:{port}/health/ready").status_code == 200)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(20)
+        process.wait(60)
 
 
 class FirstProcess(InstanceProcess):
