@@ -1,7 +1,8 @@
 """Deploys drop no request: three instances behind HAProxy, each restarted in turn three times, under constant load.
 
-HAProxy only checks `/health/ready` and does not retry, so that every failed request is counted. A second test shows
-that requests do fail without the drain delay: otherwise the first test would prove nothing.
+HAProxy only checks `/health/ready` and does not retry, so that every failed request is counted. It waits for a late
+answer: without `timeout check`, it would remove an instance whose answer takes longer than the interval of the checks.
+A second test shows that requests do fail without the drain delay: otherwise the first test would prove nothing.
 """
 
 import signal
@@ -30,6 +31,7 @@ global
 defaults
     mode http
     timeout connect 2s
+    timeout check 10s
     timeout client 30s
     timeout server 30s
     retries 0
@@ -141,7 +143,7 @@ def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
     fleet: Fleet, entry: str, ports: list[int]
 ) -> None:
     """The test takes long because nine instances leave and start one after the other."""
-    load = restart_each(fleet, entry, ports, times=3, drain_delay="1.5")
+    load = restart_each(fleet, entry, ports, times=3, drain_delay="4")
 
     assert load.outcomes["200"] > 300
     assert not load.failed
