@@ -399,7 +399,7 @@ def test_following_all_runs_shows_their_changes_from_now_on(flotilla: CommandLin
         second = read_along(json_command, lambda: flotilla("trigger", "noop"))
         for each in (text_command, json_command):
             each.send_signal(signal.SIGINT)
-        assert text_command.wait(30) == json_command.wait(30) == 130
+        assert text_command.wait(60) == json_command.wait(60) == 130
     assert re.search(r"\d\d:\d\d:\d\d  run \d+ of give-up: ", first)
     change = json.loads(second)
     assert change["kind"] == "state"
