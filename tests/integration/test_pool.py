@@ -287,12 +287,10 @@ async def test_every_session_is_read_committed_whatever_the_default_of_the_datab
         async with dedicated.connection() as connection:
             assert await isolation_of(connection) == ("read committed",)
         await dedicated.close()
-    for open_direct in (
-        lambda: open_session(address, application="trial"),
-        lambda: alembic_session(address, Namespace("flotilla")),
-    ):
-        with open_direct() as direct:
-            assert direct.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+    with open_session(address, application="trial") as direct:
+        assert direct.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+    with alembic_session(address, Namespace("flotilla")) as direct:
+        assert direct.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
 
 
 async def test_through_a_pooler_every_transaction_is_read_committed(address: str, postgres: Postgres) -> None:
