@@ -18,7 +18,7 @@ from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.namespace import Namespace
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import FleetError, NameTaken
-from tests.support.postgres import Postgres, eventually
+from tests.support.postgres import BOUND, Postgres, eventually
 from tests.support.proxy import Proxy
 
 POSTGRES_VERSIONS = (18, 16)
@@ -80,7 +80,7 @@ def test_neither_the_leader_nor_its_candidates_hold_a_snapshot_or_delay_index_bu
 
             eventually(one_leads_and_one_waits_without_a_snapshot)
             session.execute("CREATE TABLE big AS SELECT generate_series(1, 100) AS n")
-            session.execute("SET statement_timeout = '5s'")
+            session.execute(f"SET statement_timeout = '{BOUND:g}s'")
             session.execute("CREATE INDEX CONCURRENTLY ON big (n)")
 
 

@@ -139,7 +139,8 @@ class Claiming:
 
 @asynccontextmanager
 async def engine_harness(address: str, *actions: Action[Any], pool_max: int = 14) -> AsyncIterator[EngineHarness]:
-    settings = Settings.load(database_url=address, pool_max=pool_max)
+    # As in `service`: on a busy machine, a wait for a connection is no failure.
+    settings = Settings.load(database_url=address, pool_max=pool_max, pool_timeout=60.0)
     addresses = dsn.resolve(settings)
     await asyncio.to_thread(migrations.migrate, addresses.direct, NAMESPACE)
     database = Database(settings, addresses, NAMESPACE)
