@@ -1,9 +1,10 @@
 """Actions over HTTP: the fields of an action, the responses to triggers, and the effects of pausing and resuming."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import psycopg
@@ -11,11 +12,14 @@ import pytest
 
 from app.fleet import InSession, Run, action, trigger
 from app.fleet.api_keys import make_key
+from app.fleet.cluster.registry import Registration, Registry
 from app.fleet.engine.actions import admin
 from app.fleet.engine.dispatch.scheduler import READ_UNLOCKED
 from app.fleet.engine.maintenance.reconciler import Reconciler
 from app.fleet.http.edge.problems import BY_STATUS
 from tests.integration.test_edge import is_problem
+from tests.support.engine_harness import NAMESPACE
+from tests.support.postgres import BOUND
 from tests.support.runs import LocalInstance, local_instance, soon
 
 pytestmark = pytest.mark.anyio
@@ -102,28 +106,29 @@ async def count_runs(here: LocalInstance) -> int:
     return int(there)
 
 
-async def insert_action_of_another_release(here: LocalInstance, *, is_living: bool) -> None:
+async def insert_action_of_another_release(here: LocalInstance) -> None:
     await here.sql(
         """
         INSERT INTO actions (name, schedule, misfire, overlap, priority, max_attempts, retention, next_run_at)
         VALUES ('brand-new', 'every 1h', 'once', 'allow', 0, 1, '7d', now() + interval '1 hour')
         """
     )
-    if is_living:
-        await here.sql(
-            """
-            INSERT INTO instances (id, name, run_id, state, hostname, pid, version, connections, started_at,
-                                   heartbeat_at, server_started_at)
-            SELECT nextval('instance_ids'), 'newer', gen_random_uuid(), 'ready', 'elsewhere', 1, 'next', 1, now(),
-                   now(), pg_postmaster_start_time() - interval '1 hour'
-            """
-        )
+
+
+@pytest.fixture
+async def newer(here: LocalInstance, address: str) -> AsyncIterator[None]:
+    """A living instance of a newer release with the action `brand-new`. It holds its presence lock, so it stays."""
+    await insert_action_of_another_release(here)
+    with psycopg.connect(address, autocommit=True) as session:
+        registration = Registration(uuid4(), "elsewhere", 1, "next", 1, name="newer")
+        await asyncio.to_thread(Registry(NAMESPACE).join, session, registration, "ready")
         await here.sql(
             """
             INSERT INTO standby (instance_id, action_ids)
             SELECT i.id, ARRAY[a.id] FROM instances AS i, actions AS a WHERE i.name = 'newer' AND a.name = 'brand-new'
             """
         )
+        yield
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -196,7 +201,7 @@ async def test_the_last_run_of_an_action_is_its_newest_run_in_any_state(here: Lo
 
 
 async def test_an_action_that_no_living_instance_declares_is_vanished(here: LocalInstance) -> None:
-    await insert_action_of_another_release(here, is_living=False)
+    await insert_action_of_another_release(here)
     shown = await get(here, "/actions/brand-new")
     assert (shown["state"], shown["standby"], shown["next_run_at"]) == ("vanished", [], None)
     assert shown["schedule"] == "every 1h"
@@ -205,26 +210,26 @@ async def test_an_action_that_no_living_instance_declares_is_vanished(here: Loca
     assert "no living instance" in str(is_problem(refused, "not-found")["detail"])
 
 
+@pytest.mark.usefixtures("newer")
 async def test_a_gone_instance_is_not_on_standby_for_its_actions(here: LocalInstance) -> None:
-    await insert_action_of_another_release(here, is_living=True)
     await here.sql("UPDATE instances SET state = 'gone', gone_at = now() WHERE name = 'newer'")
     assert (await get(here, "/actions/brand-new"))["state"] == "vanished"
 
 
+@pytest.mark.usefixtures("newer")
 async def test_an_action_of_a_newer_release_can_be_read_and_paused_through_an_older_one(
     here: LocalInstance,
 ) -> None:
-    await insert_action_of_another_release(here, is_living=True)
     shown = await get(here, "/actions/brand-new")
     assert (shown["state"], shown["standby"], shown["summary"]) == ("active", ["newer"], None)
     assert (await post(here, "/actions/brand-new/pause", status=200)).json()["state"] == "paused"
     assert (await post(here, "/actions/brand-new/resume", status=200)).json()["state"] == "active"
 
 
+@pytest.mark.usefixtures("newer")
 async def test_a_trigger_of_an_action_of_a_newer_release_is_refused_with_503(
     here: LocalInstance,
 ) -> None:
-    await insert_action_of_another_release(here, is_living=True)
     for path, body in (
         ("/actions/brand-new/runs", {}),
         ("/runs:batch", {"runs": [{"action": "noop"}, {"action": "brand-new"}]}),
@@ -474,13 +479,23 @@ async def test_resuming_notifies_of_the_schedule_and_of_each_queue_with_pending_
     with psycopg.connect(address, autocommit=True) as listener:
         listener.execute("LISTEN flotilla")
         await post(here, "/actions/noop/resume", status=200)
-        received = [each.payload for each in await asyncio.to_thread(lambda: list(listener.notifies(timeout=1)))]
+        # Notifications arrive in the order of the commits, so all of the resumption arrive before this one.
+        await here.sql("SELECT pg_notify('flotilla', 'end:')")
+        received = await asyncio.to_thread(lambda: list(read_until(listener, "end:")))
     number = here.engine.catalogue.id_of("noop")
     seconds = int(later.timestamp())
     assert "slots:" in received
     (queues,) = [payload for payload in received if payload.startswith("runs:")]
     expected = {f"{number}:5:{(seconds - 86400) * 10**6}", f"{number}:0:{seconds * 10**6}"}
     assert set(queues.removeprefix("runs:").split(",")) == expected
+
+
+def read_until(listener: psycopg.Connection[Any], last: str) -> Iterator[str]:
+    for each in listener.notifies(timeout=BOUND):
+        yield each.payload
+        if each.payload == last:
+            return
+    raise AssertionError(f"no notification {last} within {BOUND} s")
 
 
 async def test_a_pause_waits_for_a_scheduler_that_is_inserting_a_run_of_the_action(

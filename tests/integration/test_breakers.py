@@ -13,6 +13,7 @@ import psycopg
 import pytest
 
 from app.fleet import BreakerOpen, FleetError, LimitReached, breaker
+from app.fleet.cluster.link import clock
 from app.fleet.cluster.registry import Identity
 from app.fleet.coordination import breakers
 from app.fleet.coordination.breaker_statements import ENTER_AS_PROBE, PROBE_ABANDONED, PROBE_SUCCEEDED
@@ -138,6 +139,12 @@ async def start_instances(count: int, address: str, listening: str) -> AsyncIter
                 await instance.breakers.stop()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block waits for the database until it answers, also on a busy machine: an unknown breaker would be closed."""
+    monkeypatch.setattr(breakers, "DATABASE_TIMEOUT", 60.0)
+
+
 @pytest.fixture(scope="module")
 def database_address(postgres: Postgres) -> Iterator[str]:
     """One database for all tests of this module; each deletes the rows of the test before it."""
@@ -181,12 +188,14 @@ async def test_failures_on_all_instances_together_open_the_breaker_for_all(
 
 
 async def test_a_refusal_has_the_time_until_the_next_probe(instances: BreakerInstances) -> None:
-    await instances[0].use(make_breaker(), DownError())
+    # So long that a few seconds do not change the rounded time in the message.
+    given = make_breaker(rest="10h")
+    await instances[0].use(given, DownError())
     for instance in instances[:2]:
-        with pytest.raises(BreakerOpen, match=r"failed too often, and is not called for another 1m") as open_:
-            async with instance.breakers.guard(make_breaker()):
+        with pytest.raises(BreakerOpen, match=r"failed too often, and is not called for another 10h") as open_:
+            async with instance.breakers.guard(given):
                 pytest.fail("the block was entered")
-        assert 50 < open_.value.retry_after <= 60
+        assert 35_900 < open_.value.retry_after <= 36_000
 
 
 async def test_failures_count_only_within_the_given_period(instances: BreakerInstances) -> None:
@@ -380,10 +389,11 @@ async def test_a_closed_breaker_is_read_once_for_very_many_uses(instances: Break
 async def test_refusals_by_an_open_breaker_need_hardly_any_statement(instances: BreakerInstances) -> None:
     await instances[0].use(make_breaker(), DownError())
     await soon(lambda: is_refused(instances[1], make_breaker()))
-    before = instances[1].statements
+    before, began = instances[1].statements, clock()
     for _ in range(100):
         assert await is_refused(instances[1], make_breaker())
-    assert instances[1].statements - before <= 2
+    # More than one or two only if all refusals together take longer than a state is used.
+    assert instances[1].statements - before <= 2 + (clock() - began) / breakers.STATE_LIFETIME
 
 
 async def test_an_instance_without_the_notification_reads_the_opening_when_its_block_fails(

@@ -193,18 +193,18 @@ async def test_a_run_that_becomes_due_during_a_claim_is_claimed_by_the_next_clai
         one = await here.instance("one")
         # The claim sets the clock of the instance.
         await one.claim()
-        soon_due = datetime.now(UTC) + timedelta(seconds=1)
-        await here.trigger(Order("tick"), Order("tick", run_at=soon_due))
+        later = datetime.now(UTC) + timedelta(hours=1)
+        _, waits = await here.trigger(Order("tick"), Order("tick", run_at=later))
         read_next_due = one.claimant._read_next_due
 
         async def read_when_the_run_is_due(*values: Any) -> None:
-            while (await here.sql("SELECT clock_timestamp() > %s", soon_due)) == [(False,)]:
-                pass
+            # As if its time had come at this moment.
+            await here.sql("UPDATE runs SET run_at = clock_timestamp() WHERE id = %s", waits)
             await read_next_due(*values)
 
         monkeypatch.setattr(one.claimant, "_read_next_due", read_when_the_run_is_due)
         now = asyncio.get_running_loop().time()
-        one.backlog.add(here.catalogue.id_of("tick"), 0, soon_due, now)
+        one.backlog.add(here.catalogue.id_of("tick"), 0, later, now)
         assert len(await one.claim()) == 1
         assert len(await one.claim(everywhere=False)) == 1
 
@@ -345,9 +345,9 @@ async def change(here: EngineHarness, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "started", "after", "more"),
     [
-        ({"rate": "2/d", "burst": 2}, 2, {"rate": "1000/h", "burst": 1000}, 998),
+        ({"rate": "2/d", "burst": 2}, 2, {"rate": "1000/d", "burst": 1000}, 998),
         ({"rate": "2/d", "burst": 2}, 2, {"rate": "2/d", "burst": 3}, 1),
-        ({"rate": "10/d", "burst": 10}, 10, {"rate": "10/m", "burst": 10}, 0),
+        ({"rate": "10/d", "burst": 10}, 10, {"rate": "10/h", "burst": 10}, 0),
         ({"rate": "4/d", "burst": 4}, 4, {"rate": "2/d"}, 0),
         ({"rate": "2/d", "burst": 2}, 2, {}, 1000),
     ],

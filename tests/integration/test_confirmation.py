@@ -32,6 +32,12 @@ def proxy(postgres: Postgres) -> Iterator[Proxy]:
         yield own
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits until the pool has recovered, also on a busy machine."""
+    monkeypatch.setattr(confirm, "CONFIRM_TIMEOUT", 60.0)
+
+
 @pytest.fixture
 async def here(address: str, proxy: Proxy) -> AsyncIterator[LocalInstance]:
     through = f"postgresql://postgres@127.0.0.1:{proxy.port}/{address.rpartition('/')[2]}"

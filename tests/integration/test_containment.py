@@ -91,7 +91,11 @@ async def test_a_fenced_write_through_the_handle_of_another_attempt_fails_the_ru
     assert f"run {other.id} was taken over" in (run.error or "")
 
 
-async def test_a_run_that_emits_without_end_does_not_delay_the_end_of_other_runs(here: LocalInstance) -> None:
+async def test_a_run_that_emits_without_end_does_not_delay_the_end_of_other_runs(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine, the run would reach the limit of its events before the others end.
+    monkeypatch.setattr(writer, "MAX_EVENTS", 10_000_000)
     babbling = await here.attempt(await here.trigger("babble"))
     for _ in range(3):
         run = await here.run("brief")
@@ -102,10 +106,11 @@ async def test_a_run_that_emits_without_end_does_not_delay_the_end_of_other_runs
 async def test_a_run_that_emits_without_end_does_not_delay_the_pause_of_other_runs(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The shorter the time is, the less of it is left to write the ends: on a busy machine, 2 s were not enough. In 6 s,
-    # the run would reach the limit of its events.
+    # In the time of the pause, the run would reach the limit of its events.
     monkeypatch.setattr(writer, "MAX_EVENTS", 10_000_000)
-    async with local_instance(address, actions=FAULTS, concurrency=CONCURRENCY, pause_timeout=6.0) as here:
+    async with local_instance(address, actions=FAULTS, concurrency=CONCURRENCY, pause_timeout=13.0) as here:
+        # Half of this is left to write the ends: on a busy machine, 1 s was not enough.
+        here.engine.executor._hurry = 12.0
         await here.attempt(await here.trigger("babble", {"deaf": True}))
         await here.attempt(await here.trigger("nap", {"seconds": 60}))
     with psycopg.connect(address) as left:

@@ -3,17 +3,19 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 from fastapi import Response
 
 from app.fleet.api_keys import make_key
+from app.fleet.http.edge import readiness
 from app.fleet.http.edge.problems import KINDS
 from app.fleet.http.edge.readiness import CACHED_FOR
 from app.fleet.http.metrics import values
 from app.fleet.telemetry.metrics import DEFINITIONS
-from tests.support.postgres import Postgres
+from tests.support.postgres import BOUND, Postgres
 from tests.support.proxy import Proxy
 from tests.support.runs import soon
 from tests.support.service import Running, service
@@ -22,9 +24,24 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe waits until the database answers, also on a busy machine."""
+    monkeypatch.setattr(readiness, "TIMEOUT", 60.0)
+
+
+@pytest.fixture
 async def running(address: str) -> AsyncIterator[Running]:
     async with service(address) as own:
         yield own
+
+
+@asynccontextmanager
+async def service_with_a_busy_pool(address: str) -> AsyncIterator[Running]:
+    """A service whose only connection is borrowed, and whose callers wait for it only for a moment."""
+    async with service(address, pool_min=1, pool_max=1) as running, running.context.database.connection():
+        # Only from now on: the start-up may have to wait longer.
+        running.context.database._pool.timeout = 0.2
+        yield running
 
 
 def is_problem(answer: httpx.Response, slug: str, status: int | None = None) -> dict[str, object]:
@@ -42,6 +59,7 @@ def is_problem(answer: httpx.Response, slug: str, status: int | None = None) -> 
 # -- probes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient")
 async def test_probes_return_only_their_status(running: Running) -> None:
     live = await running.client.get("/health/live")
     ready = await running.client.get("/health/ready")
@@ -61,6 +79,7 @@ async def test_the_list_of_instances_has_the_documented_fields(running: Running)
     assert me["locks"] == []
 
 
+@pytest.mark.usefixtures("patient")
 async def test_many_probes_query_the_database_only_once(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     database, pings = running.context.database, 0
     ping = database.ping
@@ -82,12 +101,14 @@ async def test_many_probes_query_the_database_only_once(running: Running, monkey
 async def test_an_instance_is_ready_if_the_database_answers_while_the_event_loop_is_busy(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Most of this time is left for the answer, also on a busy machine.
+    monkeypatch.setattr(readiness, "TIMEOUT", 4.0)
     ping = running.context.database.ping
 
     async def busy() -> None:
         # For longer than a probe waits, before anything was sent.
         await asyncio.to_thread(time.sleep, 0)
-        time.sleep(1.2)  # noqa: ASYNC251 — it blocks the loop on purpose
+        time.sleep(4.2)  # noqa: ASYNC251 — it blocks the loop on purpose
         await ping()
 
     monkeypatch.setattr(running.context.database, "ping", busy)
@@ -96,6 +117,7 @@ async def test_an_instance_is_ready_if_the_database_answers_while_the_event_loop
     assert (await running.client.get("/health/ready")).status_code == 200
 
 
+@pytest.mark.usefixtures("patient")
 async def test_the_readiness_probe_returns_503_as_soon_as_the_instance_drains(running: Running) -> None:
     assert (await running.client.get("/health/ready")).status_code == 200
     running.context.lifecycle.drain("testing")
@@ -105,11 +127,9 @@ async def test_the_readiness_probe_returns_503_as_soon_as_the_instance_drains(ru
     assert (await running.client.get("/health/live")).status_code == 200
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_busy_pool_does_not_make_an_instance_unready(address: str) -> None:
-    async with (
-        service(address, pool_min=1, pool_max=1, pool_timeout=0.2) as running,
-        running.context.database.connection(),
-    ):
+    async with service_with_a_busy_pool(address) as running:
         assert (await running.client.get("/health/ready")).status_code == 200
 
 
@@ -119,7 +139,7 @@ async def test_a_probe_is_answered_even_if_the_database_does_not_respond(address
         async with service(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}") as running:
             proxy.swallow()
             await asyncio.sleep(CACHED_FOR + 0.1)
-            answer = await asyncio.wait_for(running.client.get("/health/ready"), 5)
+            answer = await asyncio.wait_for(running.client.get("/health/ready"), BOUND)
             assert (answer.status_code, answer.json()["status"]) == (503, "unavailable")
             assert (await running.client.get("/health/live")).status_code == 200
             proxy.heal()
@@ -212,10 +232,7 @@ async def test_an_unexpected_error_is_answered_with_the_request_id_and_no_detail
 
 
 async def test_a_busy_pool_is_answered_with_503_and_retry_after(address: str) -> None:
-    async with (
-        service(address, pool_min=1, pool_max=1, pool_timeout=0.2) as running,
-        running.context.database.connection(),
-    ):
+    async with service_with_a_busy_pool(address) as running:
         answer = await running.client.get("/trial/database")
         is_problem(answer, "unavailable")
         assert answer.headers["retry-after"] == "1"
@@ -303,6 +320,7 @@ async def test_a_head_route_of_the_service_takes_precedence_over_get(running: Ru
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient")
 async def test_an_api_key_allows_only_the_requests_of_its_scope(address: str) -> None:
     keys = {scope: make_key(scope, scope) for scope in ("read", "operate", "admin")}
     lines = ",".join(line for _, line in keys.values())

@@ -18,6 +18,7 @@ from app.fleet.runs.effects.feed_numbers import Numberer, Numbering
 from app.fleet.runs.effects.feed_pruner import FeedPruner
 from tests.integration.test_edge import is_problem
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
+from tests.support.postgres import BOUND
 from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.streams import Message, messages
 
@@ -389,7 +390,7 @@ async def test_all_followers_receive_the_same_changes_wherever_they_begin(here: 
 async def collect(following: Any, after: int, count: int) -> list[Change]:
     found: list[Change] = []
     while len(found) < count:
-        batches: list[Batch] = await following.more(10)
+        batches: list[Batch] = await following.more(BOUND)
         assert batches
         for batch in batches:
             found += batch.after(found[-1].number if found else after)

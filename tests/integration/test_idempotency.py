@@ -174,7 +174,8 @@ async def test_a_second_request_returns_the_run_if_the_first_ends_in_time(here: 
 
 @pytest.mark.usefixtures("patient")
 async def test_requests_that_wait_for_a_key_hold_no_connection(address: str) -> None:
-    async with local_instance(address, pool_min=1, pool_max=5, pool_timeout=5) as here:
+    # If they held the connections, another request would wait for one for less time than they wait for the key.
+    async with local_instance(address, pool_min=1, pool_max=5, pool_timeout=20) as here:
         with psycopg.connect(address) as other:
             hold(here, other, "weigh:order-17")
             tries = borrowed(here)

@@ -11,19 +11,20 @@ import psycopg
 import pytest
 
 from app.fleet.cluster.leader import Leader
-from app.fleet.cluster.link import Callbacks, Link
+from app.fleet.cluster.link import Callbacks, Link, clock
 from app.fleet.cluster.registry import BATCH, RELINK_GRACE, Identity, Registration, Registry, Session
 from app.fleet.db import migrations
 from app.fleet.db.direct import DirectSession, open_session
 from app.fleet.db.namespace import Namespace
 from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import FleetError, NameTaken
-from tests.support.postgres import Postgres, eventually
+from tests.support.postgres import BOUND, Postgres, eventually
 from tests.support.proxy import Proxy
 
 POSTGRES_VERSIONS = (18, 16)
 NAMESPACE = Namespace("flotilla")
 REGISTRY = Registry(NAMESPACE)
+WAITS_FOR_A_ROW = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_neither_the_leader_nor_its_candidates_hold_a_snapshot_or_delay_index_bu
 
             eventually(one_leads_and_one_waits_without_a_snapshot)
             session.execute("CREATE TABLE big AS SELECT generate_series(1, 100) AS n")
-            session.execute("SET statement_timeout = '5s'")
+            session.execute(f"SET statement_timeout = '{BOUND:g}s'")
             session.execute("CREATE INDEX CONCURRENTLY ON big (n)")
 
 
@@ -221,12 +222,6 @@ def is_living(session: Session, identifier: int) -> bool:
     return not REGISTRY.is_gone(session, identifier)
 
 
-def seconds_until_gone(session: Session, identifier: int) -> float:
-    began = time.monotonic()
-    eventually(lambda: not is_living(session, identifier))
-    return time.monotonic() - began
-
-
 def test_after_a_server_restart_an_instance_has_time_to_take_its_presence_lock_again(migrated_address: str) -> None:
     """The row has the start time of the server that granted the lock; after a restart, a free lock proves nothing."""
     with linked(migrated_address) as link, psycopg.connect(migrated_address, autocommit=True) as session:
@@ -261,9 +256,12 @@ def test_a_leader_whose_own_link_has_just_broken_waits_before_it_declares_an_ins
     """The cause may have ended all sessions: a crash of the server does not change the start time of the server."""
     with leader_and_another(migrated_address) as (link, session, theirs, other):
         session.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE '%/link/%'")
-        eventually(lambda: link.relinks == 1)
+        eventually(lambda: link.relinks >= 1)
         theirs.close()
-        assert seconds_until_gone(session, other) > RELINK_GRACE * 0.5
+        eventually(lambda: not is_living(session, other))
+        # Counted from the break, and not from now on: on a busy machine, a part of the grace may be over already.
+        assert link.relinked_at is not None
+        assert clock() - link.relinked_at > RELINK_GRACE * 0.8
 
 
 def test_a_free_presence_lock_normally_means_that_the_instance_is_declared_gone_at_once(
@@ -289,7 +287,7 @@ def test_a_leader_tries_again_if_a_callback_of_the_declaration_raises(migrated_a
         leader = Leader(migrated_address, Registry(NAMESPACE, [fail_once]), link)
         leader.start()
         dying.close()
-        seconds_until_gone(session, other.id)
+        eventually(lambda: not is_living(session, other.id))
         assert tries[:2] == [other.id, other.id]
         eventually(lambda: leader.leading)
         leader.step_down()
@@ -321,7 +319,8 @@ def test_runs_of_a_gone_instance_are_rescued_in_batches_after_a_short_first_tran
         leader.start()
         eventually(lambda: len(steps) == 3)
         leader.step_down()
-        leader.join(5)
+        # The last step may not be committed yet.
+        leader.join(BOUND)
         assert steps == [(BATCH,), (2 * BATCH,), (2 * BATCH + 500,)]
         assert session.execute("SELECT DISTINCT state, deaths FROM flotilla.runs").fetchall() == [("pending", 1)]
 
@@ -372,14 +371,15 @@ def test_cancelling_the_wait_for_an_announcement_does_not_end_the_link(migrated_
     with (
         linked(migrated_address, Callbacks(on_refused=refused.append)) as link,
         psycopg.connect(migrated_address, autocommit=True) as session,
+        psycopg.connect(migrated_address, autocommit=True) as other,
     ):
         with session.transaction():
             session.execute("SELECT FROM flotilla.instances FOR UPDATE")
             # The next heartbeat waits for this row.
             given_up = link.announce("ready")
-            time.sleep(0.3)
+            eventually(lambda: other.execute(WAITS_FOR_A_ROW).fetchall())
             assert given_up.cancel()
-        link.announce("draining").result(10)
+        link.announce("draining").result(BOUND)
         assert [each.state for each in REGISTRY.list(session)] == ["draining"]
         assert link.holds()
     assert not refused
@@ -402,7 +402,7 @@ def test_a_lost_identity_is_dropped_completely_before_the_new_one_joins(
         former = link.identity
         assert former is not None
         session.execute("UPDATE flotilla.instances SET state = 'gone' WHERE id = %s", [former.id])
-        assert dropped.wait(10)
+        assert dropped.wait(BOUND)
         current = eventually(lambda: link.identity)
         assert link.identities_lost == 1
     assert order == [f"joined {former.id}", f"lost {former.id}", "dropped", f"joined {current.id}"]
@@ -468,7 +468,11 @@ def wait_for_relinks(links: list[Link], than: list[int]) -> None:
     eventually(lambda: all(link.relinks > former for link, former in zip(links, than, strict=True)))
 
 
-def test_all_links_that_break_at_once_keep_their_identities(migrated_address: str) -> None:
+def test_all_links_that_break_at_once_keep_their_identities(
+    migrated_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine, eight new sessions take longer than usual, and the leader would declare some instances gone.
+    monkeypatch.setattr("app.fleet.cluster.leader.GRACE", 10.0)
     with ThreadPoolExecutor(8) as pool:
         links = []
         for _ in range(8):

@@ -132,10 +132,10 @@ async def deaf(_: Run) -> None:
 
 @action("deaf-thread", timeout="300ms", retries=0)
 def deaf_thread(_: Run) -> None:
-    time.sleep(8)
+    time.sleep(60)
 
 
-@action("block", timeout="2s", retries=0)
+@action("block", timeout="5s", retries=0)
 async def block(run: Run) -> None:
     time.sleep(run.payload.get("seconds", 3))  # noqa: ASYNC251 — the mistake this action is for
 
@@ -180,6 +180,7 @@ async def step(run: Run) -> None:
     async with transaction() as session:
         await session.execute(EFFECT, effect(run, f"{run.ordering_key} began"))
     await asyncio.sleep(run.payload.get("seconds", 0))
+    await opened(run.payload.get("gate"))
     if run.attempt <= run.payload.get("failures", 0):
         raise TryAgain("not yet", after=run.payload.get("after"))
     async with run.commit() as session:

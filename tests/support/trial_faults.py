@@ -183,7 +183,7 @@ async def babble(run: Run) -> None:
             await run.emit("word", {"of": "x" * run.payload.get("letters", 100)})
 
 
-@action("brief", timeout="1s", retries=0)
+@action("brief", timeout="20s", retries=0)
 async def brief(run: Run) -> str:
     await asyncio.sleep(run.payload.get("seconds", 0.03))
     return "said"
