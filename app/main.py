@@ -8,12 +8,12 @@ from starlette.types import ASGIApp
 from app import __version__
 from app.fleet.errors import SettingsError
 from app.fleet.http import actions, events, health, locks, metrics, runs
-from app.fleet.http.edge import error_handlers, openapi, problems
+from app.fleet.http.edge import elsewhere, error_handlers, openapi, problems
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context
-from app.fleet.http.edge.middleware import Edge
+from app.fleet.http.edge.middleware import Edge, is_not_traced
 from app.fleet.lifespan import lifespan
-from app.fleet.telemetry import logs
+from app.fleet.telemetry import logs, tracing
 from app.settings import Settings
 
 
@@ -30,21 +30,29 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     settings = settings or Settings.load()
     logs.set_up(as_json=settings.logs_as_json, level=settings.log_level, namespace=settings.namespace)
+    tracing.set_defaults(settings.namespace)
     app = Service(
         title="Flotilla",
         version=__version__,
         lifespan=lifespan,
         # In production the API's schema is not published. Without a schema there are no pages of it either.
-        openapi_url=None if settings.production else "/openapi.json",
+        openapi_url="/openapi.json" if settings.role.serves and not settings.production else None,
         # A redirect would lead to the host that the request names, which a client can forge. /actions/ does not exist.
         redirect_slashes=False,
+        # Its own handlers of errors would send their texts, which may have secrets.
+        telemetry={"auto_configure": True, "logs": False, "exclude": is_not_traced},
     )
     app.state.fleet = Context(settings, version=__version__)
     error_handlers.install(app)
     openapi.install(app)
-    for module in (problems, health, metrics, actions, runs, events, locks):
+    for module in (problems, health, metrics):
         app.include_router(module.router)
-    app.include_router(routes.router, dependencies=[Depends(needs())])
+    if settings.role.serves:
+        for module in (actions, runs, events, locks):
+            app.include_router(module.router)
+        app.include_router(routes.router, dependencies=[Depends(needs())])
+    else:
+        app.include_router(elsewhere.router)
     return app
 
 

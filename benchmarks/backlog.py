@@ -144,6 +144,8 @@ class Subject:
             "payloads": [None],
             "trigger": "code",
             "mark": None,
+            "request_id": None,
+            "trace_parent": None,
         }
         with psycopg.connect(address) as session:
             statement = psycopg.ClientCursor(session).mogrify(NAMESPACE.sql(INSERT), values)

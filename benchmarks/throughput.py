@@ -132,6 +132,8 @@ def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs:
             "payloads": [None] * AT_ONCE,
             "trigger": "code",
             "mark": None,
+            "request_id": None,
+            "trace_parent": None,
         }
         for first in range(0, runs, AT_ONCE):
             if keys:

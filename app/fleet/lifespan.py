@@ -119,7 +119,8 @@ async def start_up(context: Context, signals: Signals, started: list[Service]) -
     await start(member)
 
     await engine.synchronise()
-    coordination.singletons.declare(catalogue.singletons)
+    if settings.role.executes:
+        coordination.singletons.declare(catalogue.singletons)
     for service in (*coordination.services, *stream.services, *engine.services, coordination.singletons):
         await start(service)
 
@@ -133,7 +134,13 @@ async def start_up(context: Context, signals: Signals, started: list[Service]) -
     await member.announce(Phase.READY)
     await engine.notify_members()
     context.lifecycle.ready()
-    log.info("instance.ready", port=port, seconds=round(time.monotonic() - began, 2), database=addresses.location)
+    log.info(
+        "instance.ready",
+        role=settings.role.value,
+        port=port,
+        seconds=round(time.monotonic() - began, 2),
+        database=addresses.location,
+    )
     return services
 
 

@@ -1,7 +1,8 @@
 """All settings of the fleet, in one frozen object: read once at the start, checked together, refused as a whole.
 
-Each setting is an environment variable with the prefix `FLOTILLA_`, or a line in `.env`. `DATABASE_URL` and
-`DATABASE_DIRECT_URL` also work without the prefix, because platforms provide them so. An unknown `FLOTILLA_` name is an
+Each setting is an environment variable with the prefix `FLOTILLA_`, a line in `.env`, or a file in the directory
+`FLOTILLA_SECRETS_DIR`, in this order. `DATABASE_URL` and `DATABASE_DIRECT_URL` also work without the prefix, because
+platforms provide them so. An unknown `FLOTILLA_` name is an
 error: otherwise a typing error would silently leave the default in place, and be found in production.
 
 `docs/reference/settings.md` says what each setting means. Durations are in seconds, sizes in bytes. A service adds its
@@ -11,7 +12,7 @@ own settings in a subclass (`app/settings.py`).
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -23,6 +24,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.fleet.api_keys import KEY
 from app.fleet.errors import SettingsError
+from app.fleet.role import Role
 from app.fleet.telemetry import redaction
 
 PREFIX = "FLOTILLA_"
@@ -42,8 +44,10 @@ class FleetSettings(BaseSettings):
         env_prefix=PREFIX, env_file=".env", env_ignore_empty=True, extra="ignore", frozen=True, populate_by_name=True
     )
 
+    secrets_dir: Path | None = None
     environment: Literal["development", "production"] = "development"
     namespace: str = "flotilla"
+    role: Role = Role.ALL
     instance_name: str | None = None
     workspace: str | None = None
     workspace_force: bool = False
@@ -89,10 +93,12 @@ class FleetSettings(BaseSettings):
 
     @classmethod
     def load(cls, **values: Any) -> Self:
-        """Read the environment and `.env`. Raise `SettingsError` if a name is unknown or a value is wrong."""
-        refuse_unknown(cls)
+        """Read the environment, `.env` and files. Raise `SettingsError` if a name is unknown or a value is wrong."""
+        folder = secrets_folder(cls)
+        refuse_unknown(cls, folder)
+        given: dict[str, Any] = {} if folder is None else {"_secrets_dir": folder}
         try:
-            settings = cls(**values)
+            settings = cls(**values, **given)
         except ValidationError as error:
             raise SettingsError(explain(error)) from None
         redaction.remember(settings.secrets())
@@ -215,12 +221,28 @@ def known_names(settings: type[FleetSettings]) -> set[str]:
     return {PREFIX + field.upper() for field in settings.model_fields}
 
 
-def refuse_unknown(settings: type[FleetSettings]) -> None:
-    """Refuse a `FLOTILLA_` name that no setting has, in the environment or in `.env`."""
-    known = known_names(settings)
+def from_env_file(settings: type[FleetSettings]) -> Mapping[str, str | None]:
     env_file = settings.model_config.get("env_file")
-    given = {*os.environ, *(dotenv_values(str(env_file)) if env_file else ())}
-    for name in sorted(given):
+    return dotenv_values(str(env_file)) if env_file else {}
+
+
+def secrets_folder(settings: type[FleetSettings]) -> Path | None:
+    """Return the directory whose files are settings, each with the name of its variable."""
+    name = f"{PREFIX}SECRETS_DIR"
+    given = os.environ.get(name) or from_env_file(settings).get(name)
+    if not given:
+        return None
+    folder = Path(given)
+    if not folder.is_dir():
+        raise SettingsError(f"{name}: there is no directory {given!r}")
+    return folder
+
+
+def refuse_unknown(settings: type[FleetSettings], folder: Path | None = None) -> None:
+    """Refuse a `FLOTILLA_` name that no setting has, in the environment, in `.env` or in the directory."""
+    known = known_names(settings)
+    files = [each.name for each in folder.iterdir()] if folder is not None else ()
+    for name in sorted({*os.environ, *from_env_file(settings), *files}):
         if not name.upper().startswith(PREFIX) or name.upper() in known:
             continue
         if re.fullmatch(r"FLOTILLA_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_.*)", name):

@@ -7,10 +7,8 @@ FROM (
     WHERE began_at > clock_timestamp() - %(within)s
 ) AS t
 WHERE t.ended
-  AND NOT (
-      t.last
-      AND EXISTS (
-          SELECT FROM "flotilla".instances AS i
-          WHERE i.id = t.instance_id AND (i.state = 'draining' OR i.gone_reason = 'left')
-      )
+  AND NOT EXISTS (
+      SELECT FROM "flotilla".instances AS i
+      WHERE i.id = t.instance_id
+        AND (i.role = 'web' OR (t.last AND (i.state = 'draining' OR i.gone_reason = 'left')))
   )

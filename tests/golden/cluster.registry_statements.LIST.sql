@@ -1,5 +1,5 @@
-SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.workspace, i.connections, i.running,
-       i.started_at, i.gone_at, i.gone_reason, i.shutdown, i.server_started_at,
+SELECT i.id, i.name, i.run_id, i.state, i.role, i.hostname, i.pid, i.port, i.version, i.workspace, i.connections,
+       i.concurrency, i.running, i.started_at, i.gone_at, i.gone_reason, i.shutdown, i.server_started_at,
        (extract(epoch FROM clock_timestamp() - i.heartbeat_at) * 1000)::int8 AS heartbeat_age_ms,
        i.heartbeat_at, i.clock_ahead, i.connection_out_seconds,
        i.state <> 'gone' AND EXISTS (

@@ -4,7 +4,7 @@ WITH running AS (
     WHERE r.state = 'running'
     GROUP BY r.action_id
 ), living AS (
-    SELECT u.action_id, array_agg(i.name ORDER BY i.name) AS instances
+    SELECT u.action_id, array_agg(i.name ORDER BY i.name) FILTER (WHERE i.role <> 'web') AS instances
     FROM "flotilla".standby AS s
     JOIN "flotilla".instances AS i ON i.id = s.instance_id AND i.state <> 'gone', unnest(s.action_ids) AS u (action_id)
     GROUP BY u.action_id
@@ -13,6 +13,7 @@ SELECT a.name, a.schedule, a.next_run_at, a.paused_at IS NOT NULL AS paused, a.o
        a.max_attempts, a.concurrency, a.rate_interval, a.rate_burst,
        extract(epoch FROM a.retention)::float8 AS retention,
        coalesce(r.instances, ARRAY[]::text[]) AS running_on, coalesce(l.instances, ARRAY[]::text[]) AS standby,
+       l.action_id IS NOT NULL AS known,
        greatest(r.newest, w.last, e.newest) AS last_run
 FROM "flotilla".actions AS a
 LEFT JOIN running AS r ON r.action_id = a.id

@@ -70,5 +70,5 @@ UNION ALL
 SELECT 'now', count(*) FILTER (WHERE i.id < %(me)s), count(*), clock_timestamp(),
        EXISTS (SELECT FROM "flotilla".standby WHERE instance_id = %(me)s)
 FROM "flotilla".standby AS s
-JOIN "flotilla".instances AS i ON i.id = s.instance_id AND i.state = 'ready'
+JOIN "flotilla".instances AS i ON i.id = s.instance_id AND i.state = 'ready' AND i.role <> 'web'
 WHERE s.action_ids = (SELECT action_ids FROM "flotilla".standby WHERE instance_id = %(me)s)

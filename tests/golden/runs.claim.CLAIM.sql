@@ -55,4 +55,5 @@ WITH me AS MATERIALIZED (
     
 )
 SELECT id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for,
-       payload::text, checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at, (SELECT many FROM total WHERE weight > 16777216) FROM claimed
+       payload::text, checkpoint::text, events, ordering_key, request_id, trace_parent,
+       cancel_requested_at IS NOT NULL, run_at, (SELECT many FROM total WHERE weight > 16777216) FROM claimed

@@ -118,4 +118,5 @@ FROM (
     LIMIT 1
 ) AS came
 LEFT JOIN (SELECT id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for,
-       payload::text, checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at FROM claimed) AS c ON true
+       payload::text, checkpoint::text, events, ordering_key, request_id, trace_parent,
+       cancel_requested_at IS NOT NULL, run_at FROM claimed) AS c ON true

@@ -51,7 +51,7 @@ def test_up_starts_three_instances_and_down_ends_them_and_their_database(folder:
     assert f"{one}: gone" in down.stdout
     assert one not in run("list", cwd=folder).stdout
     table = run("list", "--all", cwd=folder).stdout
-    assert next(line for line in table.splitlines() if line.startswith(one)).split()[2] == "gone"
+    assert next(line for line in table.splitlines() if line.startswith(one)).split()[3] == "gone"
 
     more = run("up", "--port", str(port), cwd=folder)
     assert more.stdout.count("is already running") == 2, "only the missing instance is started"

@@ -487,7 +487,7 @@ def test_a_trigger_that_no_living_instance_can_run_prints_that_it_waits(flotilla
         session.execute(f"INSERT INTO flotilla.actions ({columns}) VALUES ('noop', 'once', 'allow', 0, 4, '1 day')")
     done = flotilla("trigger", "noop", address=address)
     assert done.code == 0, done.err
-    assert "no living instance has noop in its code: the run waits for such an instance" in done.out
+    assert "no living instance executes noop: the run waits for a worker that has it" in done.out
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

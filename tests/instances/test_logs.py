@@ -41,7 +41,7 @@ def test_in_development_log_lines_are_plain_text(fleet: Fleet) -> None:
     (instance,) = fleet.start(FLOTILLA_LOG_FORMAT="auto")
     # An instance logs that it is ready a moment after it has become ready.
     (line,) = eventually(lambda: [line for line in instance.text.splitlines() if "instance.ready" in line])
-    assert "INFO    flotilla/flotilla-1 instance.ready port=" in line
+    assert "INFO    flotilla/flotilla-1 instance.ready role=all port=" in line
 
 
 def test_a_failed_request_is_logged_with_its_id_and_traceback(fleet: Fleet) -> None:

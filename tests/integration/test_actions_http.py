@@ -26,7 +26,8 @@ pytestmark = pytest.mark.anyio
 
 RUN = {
     *("id", "action", "state", "trigger", "payload", "scheduled_for", "run_at", "attempt", "max_attempts", "instance"),
-    *("ordering_key", "result", "error", "progress", "created_at", "started_at", "finished_at"),
+    *("ordering_key", "result", "error", "progress", "request_id", "trace_id"),
+    *("created_at", "started_at", "finished_at"),
 }
 ACTION = {
     *("name", "summary", "schedule", "state", "next_run_at", "last_run", "running_on", "standby", "overlap", "misfire"),
@@ -207,7 +208,8 @@ async def test_an_action_that_no_living_instance_declares_is_vanished(here: Loca
     assert shown["schedule"] == "every 1h"
     assert shown in (await get(here, "/actions"))["items"]
     refused = await post(here, "/actions/brand-new/runs", {})
-    assert "no living instance" in str(is_problem(refused, "not-found")["detail"])
+    assert "neither does any other living instance" in str(is_problem(refused, "unavailable")["detail"])
+    assert refused.headers["retry-after"] == "30"
 
 
 @pytest.mark.usefixtures("newer")

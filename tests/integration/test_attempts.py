@@ -135,7 +135,7 @@ async def test_a_run_that_fails_before_its_cancellation_arrives_ends_cancelled(
         run = await here.until(run_id, "cancelled", "pending")
     assert (run.state, run.error) == ("cancelled", "cancelled on request; not yet")
     await here.engine.executor.writer.empty()
-    assert here.engine.executor.writer.outcomes == {"cancelled": 1}
+    assert here.engine.metrics.outcomes == {"cancelled": 1}
     assert not here.engine.executor.writer.fenced
 
 
@@ -287,8 +287,11 @@ async def test_a_result_that_postgresql_refuses_fails_only_its_run(
     await soon(lambda: all_slots_free(here))
 
 
-async def test_log_lines_of_an_attempt_have_the_id_of_its_run(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_log_lines_of_an_attempt_have_the_ids_of_its_run_and_of_the_request_that_triggered_it(
+    address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     async with local_instance(address) as here:
-        run = await here.run("talk")
+        answer = await here.running.client.post("/actions/talk/runs", headers={"x-request-id": "order-1"})
+        run = await here.ended(answer.json()["id"])
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "the parcel is heavy" in line]
-    assert f"request_id=run/{run.id}" in line
+    assert f"request_id=order-1 run={run.id}" in line

@@ -10,7 +10,7 @@ import pytest
 from app.fleet.db.pool.pool import Connection
 from app.fleet.db.pool.statements import fetch
 from app.fleet.engine.enqueue.insert import insert
-from app.fleet.engine.enqueue.orders import Order, prepare
+from app.fleet.engine.enqueue.orders import Order, Origin, prepare
 from app.fleet.http import events as http_events
 from app.fleet.runs.effects import feed_numbers, feed_pruner
 from app.fleet.runs.effects.feed import Batch, Change, read_batches
@@ -23,6 +23,8 @@ from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.streams import Message, messages
 
 pytestmark = pytest.mark.anyio
+
+CODE = Origin("code")
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ async def test_a_reader_does_not_skip_a_change_that_commits_late(address: str) -
     async with engine_harness(address, declare()) as here:
         order = prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
-            (early,) = await insert(slow, NAMESPACE, [order], "code")
+            (early,) = await insert(slow, NAMESPACE, [order], CODE)
             (late,) = await here.trigger(Order("tick"))
             # A reader reads between the two commits.
             seen = await changes(here)
@@ -93,7 +95,7 @@ async def test_a_reader_without_the_lock_assigns_no_numbers_and_does_not_wait(
             return found
 
         async with here.database.connection() as slow:
-            await insert(slow, NAMESPACE, [order], "code")
+            await insert(slow, NAMESPACE, [order], CODE)
             (late,) = await here.trigger(Order("tick"))
             monkeypatch.setattr(feed_numbers, "fetch", meanwhile)
             assert await assign_numbers(here) == Numbering(1, complete=True, busy=False, enabled=True)
@@ -138,7 +140,7 @@ async def test_numbering_in_several_transactions_keeps_the_order_of_each_run(
         one, numbers = await here.instance("one"), Numberer()
         order = prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
-            (early,) = await insert(slow, NAMESPACE, [order], "code")
+            (early,) = await insert(slow, NAMESPACE, [order], CODE)
             for _ in range(5):
                 await here.trigger(Order("tick"))
             assert await assign_numbers(here, numbers) == Numbering(2, complete=False, busy=False, enabled=True)
@@ -267,7 +269,7 @@ async def test_a_row_that_commits_late_is_pruned_although_later_rows_were_pruned
     async with engine_harness(address, declare()) as here:
         pruner, order = FeedPruner(), prepare(here.catalogue, Order("tick"))
         async with here.database.connection() as slow:
-            await insert(slow, NAMESPACE, [order], "code")
+            await insert(slow, NAMESPACE, [order], CODE)
             for _ in range(3):
                 await here.trigger(Order("tick"))
             await assign_numbers(here)
@@ -322,7 +324,7 @@ async def test_a_change_that_commits_very_late_is_numbered_before_the_changes_th
             assert await next_last_number() == last
         assert numbers._floor.id > 0
         async with here.database.connection() as slow:
-            (early,) = await insert(slow, NAMESPACE, [order], "code")
+            (early,) = await insert(slow, NAMESPACE, [order], CODE)
             for last in range(4, 8):
                 await here.trigger(Order("tick"))
                 assert await next_last_number() == last
@@ -346,7 +348,7 @@ async def test_rows_are_numbered_again_if_the_numbering_transaction_fails(
     async with engine_harness(address, declare()) as here:
         order, numbers = prepare(here.catalogue, Order("tick")), Numberer()
         async with here.database.connection() as slow:
-            await insert(slow, NAMESPACE, [order], "code")
+            await insert(slow, NAMESPACE, [order], CODE)
             await here.trigger(Order("tick"))
             assert (await assign_numbers(here, numbers)).last_number == 1
         # This step finds the late row, below the numbered ones, and then fails.

@@ -36,6 +36,7 @@ from app.fleet import (
     trigger,
 )
 from app.fleet.cluster.link import clock
+from app.fleet.telemetry.logs import event_log
 
 EFFECTS = "CREATE TABLE public.effects (run_id bigint, attempt int, token bigint, instance text, note text)"
 EFFECT = text("INSERT INTO public.effects VALUES (:run, :attempt, :token, :instance, :note)")
@@ -76,6 +77,19 @@ def weigh_in_thread(run: Run[Parcel]) -> int:
 async def nap(run: Run) -> str:
     await asyncio.sleep(run.payload.get("seconds", 0.1))
     return "rested"
+
+
+@action("spawn")
+async def spawn(run: Run) -> int:
+    event_log(__name__).warning("trial.spawns")
+    return await trigger("echo", {"by": run.id})
+
+
+@action("sleep-once")
+async def sleep_once(run: Run) -> None:
+    """Sleep in the first attempt, until its instance is killed."""
+    if run.attempt == 1:
+        await asyncio.sleep(3600)
 
 
 @action("fail", retries=2, retry_delay="50ms")
@@ -355,6 +369,14 @@ async def hold_lock(run: Run) -> str:
     async with lock("trial"):
         await asyncio.sleep(3600)
     return "held it"
+
+
+@action("occupy")
+async def occupy(run: Run) -> None:
+    """Hold a session of the pool."""
+    async with transaction() as session:
+        await session.execute(text("SELECT 1"))
+        await asyncio.sleep(run.payload["seconds"])
 
 
 @action("strike", concurrency=6)

@@ -23,6 +23,7 @@ import typer
 import yaml
 from dotenv import dotenv_values
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 from pydantic_settings import BaseSettings
 
 from app import fleet, main, routes
@@ -33,8 +34,11 @@ from app.fleet.cluster import anomalies
 from app.fleet.db.namespace import Lock
 from app.fleet.db.schema import metadata
 from app.fleet.engine.actions.action import Action
+from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.run import Blocking, Run
 from app.fleet.engine.enqueue.orders import Order
+from app.fleet.engine.figures.cluster_figures import Figures
+from app.fleet.engine.figures.run_metrics import RunMetrics
 from app.fleet.errors import FleetError
 from app.fleet.http.edge.problems import KINDS
 from app.fleet.runs.effects.states import RunState
@@ -321,7 +325,15 @@ def test_every_metric_has_a_row_with_its_type_and_labels_and_nothing_else_does()
         name: (row["Type"], tuple(codes(row["Labels"])))
         for name, row in by_name(REFERENCE / "metrics.md", "Name").items()
     }
-    assert described == {each.name: (each.kind, each.labels) for each in DEFINITIONS}
+    assert described == {each.name: (each.kind, each.labels) for each in DEFINITIONS} | dict(other_metrics())
+
+
+def other_metrics() -> Iterator[tuple[str, tuple[str, tuple[str, ...]]]]:
+    """Yield the metrics that are not in `DEFINITIONS`: instruments, and the figures of runs and of the cluster."""
+    instruments = [each for each in REGISTRY.collect() if each.name.startswith("flotilla_")]
+    for family in (*instruments, *RunMetrics(Catalogue({})).collect(), *Figures([], [], [], 0).collect()):
+        suffix = "_total" if family.type == "counter" else ""
+        yield family.name + suffix, (family.type, tuple(getattr(family, "_labelnames", ())))
 
 
 def test_every_metric_has_a_meaning_and_an_alert() -> None:
@@ -551,7 +563,8 @@ def test_every_table_and_sequence_has_its_row() -> None:
     # SQLAlchemy has no public list of sequences.
     sequences = {sequence.name for sequence in cast("Any", metadata)._sequences.values()}
     described = set(by_name(page, "Object"))
-    assert tables | sequences | {"leader_turn", "alembic_version"} == described
+    views = {"leader_turn", "runnable_runs", "worker_backlog"}
+    assert tables | sequences | views | {"alembic_version"} == described
 
 
 @pytest.mark.parametrize("table", sorted(metadata.tables))

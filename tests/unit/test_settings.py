@@ -68,6 +68,24 @@ def test_a_service_can_add_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> 
     assert "FLOTILLA_FEED_TOKEN is not a setting" in refused()
 
 
+def test_files_of_a_directory_are_settings_and_the_environment_takes_precedence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in (("DATABASE_URL", ADDRESS), ("FLOTILLA_NAMESPACE", "from-file"), ("FLOTILLA_PORT", "9000")):
+        (tmp_path / name).write_text(f"{value}\n")
+    monkeypatch.setenv("FLOTILLA_SECRETS_DIR", str(tmp_path))
+    monkeypatch.setenv("FLOTILLA_PORT", "9001")
+    settings = Settings.load()
+    assert settings.database_url is not None
+    assert settings.database_url.get_secret_value() == ADDRESS
+    assert (settings.namespace, settings.port) == ("from-file", 9001)
+
+    (tmp_path / "FLOTILLA_NAMESPCE").write_text("typing error")
+    assert "FLOTILLA_NAMESPCE is not a setting" in refused()
+    monkeypatch.setenv("FLOTILLA_SECRETS_DIR", str(tmp_path / "none"))
+    assert "FLOTILLA_SECRETS_DIR: there is no directory" in refused()
+
+
 @pytest.mark.parametrize("name", ["Api", "1st", "a_b", "a" * 64, "-a", "a.b", "ä", "a b", ""])
 @pytest.mark.parametrize("field", ["namespace", "instance_name", "workspace"])
 def test_an_invalid_name_is_refused_with_an_example(field: str, name: str) -> None:

@@ -35,6 +35,125 @@ TABLES = (
     "once_keys",
 )
 
+# The runs that an instance with a free slot could claim now, for each action that is neither paused nor without a
+# worker. Not among them: runs that are due later, runs behind the first unfinished run of their ordering key, and runs
+# beyond the `concurrency` of their action. At most 100,000 runs of a priority and 10,000 ordering keys of an action are
+# counted.
+RUNNABLE_RUNS = """
+CREATE VIEW runnable_runs AS
+WITH RECURSIVE claimable AS MATERIALIZED (
+    SELECT a.id, a.name, a.concurrency
+    FROM actions AS a
+    WHERE a.paused_at IS NULL AND a.id IN (
+        SELECT unnest(s.action_ids)
+        FROM standby AS s
+        JOIN instances AS i ON i.id = s.instance_id AND i.state = 'ready' AND i.role <> 'web'
+    )
+), queues AS (
+    (
+        SELECT action_id, priority, run_at
+        FROM runs
+        WHERE state = 'pending' AND ordering_key IS NULL
+        ORDER BY action_id, priority, run_at
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT n.*
+    FROM queues AS q, LATERAL (
+        SELECT action_id, priority, run_at
+        FROM runs
+        WHERE state = 'pending' AND ordering_key IS NULL AND (action_id, priority) > (q.action_id, q.priority)
+        ORDER BY action_id, priority, run_at
+        LIMIT 1
+    ) AS n
+), due AS (
+    SELECT q.action_id, q.run_at AS oldest, n.runs
+    FROM queues AS q
+    JOIN claimable AS c ON c.id = q.action_id, LATERAL (
+        SELECT count(*) AS runs
+        FROM (
+            SELECT
+            FROM runs
+            WHERE state = 'pending' AND ordering_key IS NULL AND action_id = q.action_id AND priority = q.priority
+              AND run_at <= statement_timestamp()
+            LIMIT 100000
+        ) AS r
+    ) AS n
+    WHERE q.run_at <= statement_timestamp()
+    UNION ALL
+    SELECT c.id, n.oldest, n.runs
+    FROM claimable AS c, LATERAL (
+        WITH RECURSIVE heads AS (
+            (
+                SELECT ordering_key, state, run_at, 1 AS number
+                FROM runs
+                WHERE action_id = c.id AND ordering_key IS NOT NULL
+                ORDER BY ordering_key, id
+                LIMIT 1
+            )
+            UNION ALL
+            SELECT f.*, h.number + 1
+            FROM heads AS h, LATERAL (
+                SELECT ordering_key, state, run_at
+                FROM runs
+                WHERE action_id = c.id AND ordering_key > h.ordering_key
+                ORDER BY ordering_key, id
+                LIMIT 1
+            ) AS f
+            WHERE h.number < 10000
+        )
+        SELECT count(*) AS runs, min(run_at) AS oldest
+        FROM heads
+        WHERE state = 'pending' AND run_at <= statement_timestamp()
+    ) AS n
+    WHERE n.runs > 0
+), total AS (
+    SELECT action_id, sum(runs)::int8 AS runs, min(oldest) AS oldest FROM due GROUP BY action_id
+), allowed AS (
+    SELECT c.id AS action_id, c.name, t.oldest, CASE
+        WHEN t.runs IS NULL THEN 0
+        WHEN c.concurrency IS NULL THEN t.runs
+        ELSE least(t.runs, greatest(0, c.concurrency - (
+            SELECT count(*) FROM runs AS r WHERE r.action_id = c.id AND r.state = 'running'
+        )))
+    END AS runs
+    FROM claimable AS c
+    LEFT JOIN total AS t ON t.action_id = c.id
+)
+SELECT action_id, name, runs,
+       CASE WHEN runs > 0 THEN extract(epoch FROM statement_timestamp() - oldest)::float8 ELSE 0 END AS oldest_seconds
+FROM allowed
+"""
+
+# How much work there is, for an autoscaler: one row. `backlog_seconds` is how long one worker would need for the
+# runnable runs, with all its slots; a run is expected to take as long as the last hundred of its action, or a second.
+# `busy_workers` is how many workers the running runs fill.
+WORKER_BACKLOG = """
+CREATE VIEW worker_backlog AS
+WITH workers AS (
+    SELECT count(*) FILTER (WHERE state = 'ready') AS ready,
+           coalesce(avg(concurrency) FILTER (WHERE state = 'ready'), avg(concurrency), 100)::float8 AS slots
+    FROM instances
+    WHERE role <> 'web'
+), work AS (
+    SELECT coalesce(sum(r.runs), 0)::int8 AS runs, coalesce(sum(r.runs * coalesce(d.seconds, 1)), 0)::float8 AS seconds
+    FROM runnable_runs AS r, LATERAL (
+        SELECT avg(extract(epoch FROM f.finished_at - f.started_at))::float8 AS seconds
+        FROM (
+            SELECT finished_at, started_at
+            FROM finished_runs
+            WHERE action_id = r.action_id AND state = 'succeeded'
+            ORDER BY action_id DESC, state DESC, id DESC
+            LIMIT 100
+        ) AS f
+    ) AS d
+    WHERE r.runs > 0
+)
+SELECT w.runs AS runnable_runs, w.seconds / k.slots AS backlog_seconds,
+       (SELECT count(*) FROM runs WHERE state = 'running') / k.slots AS busy_workers, k.ready AS ready_workers
+FROM work AS w, workers AS k
+"""
+
 
 def upgrade() -> None:
     op.execute(sa.schema.CreateSequence(sa.Sequence("instance_ids", data_type=sa.Integer, maxvalue=2**28 - 1)))
@@ -48,6 +167,7 @@ def upgrade() -> None:
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("run_id", sa.Uuid(), nullable=False),
         sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("role", sa.Text(), server_default="all", nullable=False),
         sa.Column("hostname", sa.Text(), nullable=False),
         sa.Column("pid", sa.Integer(), nullable=False),
         sa.Column("port", sa.Integer()),
@@ -55,6 +175,7 @@ def upgrade() -> None:
         sa.Column("workspace", sa.Text()),
         sa.Column("workspace_shared", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.Column("connections", sa.Integer(), nullable=False),
+        sa.Column("concurrency", sa.Integer(), server_default=sa.text("100"), nullable=False),
         sa.Column("running", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("heartbeat_at", sa.DateTime(timezone=True), nullable=False),
@@ -68,6 +189,7 @@ def upgrade() -> None:
         sa.Column("gone_reason", sa.Text()),
         sa.Column("shutdown", JSONB()),
         sa.CheckConstraint("state IN ('starting', 'ready', 'draining', 'gone')", name="instances_state_check"),
+        sa.CheckConstraint("role IN ('all', 'web', 'worker')", name="instances_role_check"),
         sa.PrimaryKeyConstraint("id", name="instances_pkey"),
         postgresql_with={"fillfactor": "50"},
     )
@@ -133,6 +255,8 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True)),
         sa.Column("deadline_at", sa.DateTime(timezone=True)),
+        sa.Column("request_id", sa.Text()),
+        sa.Column("trace_parent", sa.Text()),
         sa.CheckConstraint(
             "run_at BETWEEN '1970-01-01 00:00:00+00' AND '9999-01-01 00:00:00+00'", name="runs_run_at_check"
         ),
@@ -204,6 +328,8 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True)),
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("request_id", sa.Text()),
+        sa.Column("trace_parent", sa.Text()),
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
         sa.CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="finished_runs_state_check"),
         sa.PrimaryKeyConstraint("id", name="finished_runs_pkey"),
@@ -366,9 +492,12 @@ def upgrade() -> None:
     )
     op.create_index("once_keys_expiry", "once_keys", ["expires_at"], postgresql_where=sa.text("state <> 'pending'"))
     op.create_index("once_keys_pending", "once_keys", ["taken_at"], postgresql_where=sa.text("state = 'pending'"))
+    op.execute(RUNNABLE_RUNS)
+    op.execute(WORKER_BACKLOG)
 
 
 def downgrade() -> None:
+    op.execute("DROP VIEW worker_backlog, runnable_runs")
     for table in reversed(TABLES):
         op.drop_table(table)
     op.execute("DROP VIEW leader_turn")

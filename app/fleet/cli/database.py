@@ -2,27 +2,38 @@
 
 import dataclasses
 import sys
+from typing import Annotated
+
+import typer
 
 from app.fleet.cli.doctor import Level, examine
 from app.fleet.cli.terminal import AsJson, load_settings, write, write_json
 from app.fleet.db import dsn, migrations, preflight
+from app.fleet.db.migrations import LOCK_TIMEOUT
 from app.fleet.db.namespace import Namespace
 from app.fleet.telemetry import logs
 
 
-def migrate() -> None:
+def migrate(
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait while another process migrates.")] = LOCK_TIMEOUT,
+) -> None:
     """Migrate the schema of the namespace to the newest revision. It may run anywhere, and several times at once."""
     settings = load_settings()
     logs.set_up(as_json=settings.logs_as_json, level=settings.log_level, namespace=settings.namespace)
     addresses = dsn.resolve(settings)
     preflight.check_direct(addresses)
-    done = migrations.migrate(addresses.direct, Namespace(settings.namespace))
+    done = migrations.migrate(addresses.direct, Namespace(settings.namespace), wait=wait)
     write(f"{settings.namespace}: {'migrated' if done else 'already up to date'}")
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    instances: Annotated[
+        int | None, typer.Option(min=1, help="Also check whether the server allows so many instances.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Check settings, database, schema, clock, privileges, connection budget, pooler and encryption for problems."""
-    findings = examine(load_settings())
+    findings = examine(load_settings(), instances)
     if as_json:
         write_json([dataclasses.asdict(finding) for finding in findings])
     else:

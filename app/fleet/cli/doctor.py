@@ -74,7 +74,7 @@ warning = partial(Finding, Level.WARNING)
 problem = partial(Finding, Level.PROBLEM)
 
 
-def examine(settings: FleetSettings) -> list[Finding]:
+def examine(settings: FleetSettings, instances: int | None = None) -> list[Finding]:
     findings = list(check_settings(settings))
     try:
         addresses = dsn.resolve(settings)
@@ -89,6 +89,8 @@ def examine(settings: FleetSettings) -> list[Finding]:
         with open_session(addresses.direct, application=namespace.application("doctor"), lease=None) as session:
             for check in (check_schema, check_clock, check_privileges, check_budget):
                 findings += check(session, namespace, settings)
+            if instances is not None:
+                findings += check_maximum(session, settings, instances)
     except psycopg.Error as error:
         findings.append(problem("database", str(preflight.translate(error, addresses))))
     return [*findings, *check_route(addresses)]
@@ -176,6 +178,25 @@ def check_budget(session: Session, namespace: Namespace, settings: FleetSettings
         "connection budget",
         f"{len(living)} living instances may open {used} of {allowed} sessions; there is room for "
         f"{max(0, (allowed - used) // each)} more instances with these settings ({each} sessions each)",
+    )
+
+
+def check_maximum(session: Session, settings: FleetSettings, instances: int) -> Iterator[Finding]:
+    """Check whether the server allows as many instances as an autoscaler may start."""
+    row = session.execute(ALLOWED_CONNECTIONS).fetchone()
+    assert row is not None
+    allowed, each = int(row[0]), sessions(settings)
+    needed = instances * each
+    finding = problem if needed > allowed else ok
+    yield finding(
+        "maximum",
+        f"{instances} instances with these settings may open {needed} of {allowed} sessions ({each} each)"
+        + (
+            f": lower the maximum to {allowed // each} or FLOTILLA_POOL_MAX, raise max_connections, or put a pooler in "
+            f"front of DATABASE_URL"
+            if needed > allowed
+            else ""
+        ),
     )
 
 

@@ -30,16 +30,21 @@ from app.fleet.coordination.locks.admin import read_lock_names
 from app.fleet.db import dsn, embedded, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import FleetError, SettingsError, StartRefused
+from app.fleet.role import Role
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs
 
 READY_WITHIN = 60.0
 LEADER_WITHIN = 5.0
 COLUMNS = (
-    "NAME", "ID", "STATE", "LEADER", "RUNNING", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP", "WORKSPACE",
+    "NAME", "ID", "ROLE", "STATE", "LEADER", "RUNNING", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP",
+    "WORKSPACE",
 )  # fmt: skip
 
 Workspace = Annotated[str | None, typer.Option(help="Workspace, exclusive among living instances.")]
+WithRole = Annotated[
+    Role | None, typer.Option(help="web serves and executes no runs, worker only executes runs, all does both.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Share the workspace even if it is in use.")]
 
 
@@ -52,11 +57,18 @@ def serve(
         int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 lets the system choose.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of this instance.")] = None,
+    role: WithRole = None,
     workspace: Workspace = None,
     force: Force = False,
 ) -> None:
     """Run one instance in the foreground, for example in a container."""
-    given = {"HOST": host, "PORT": port, "INSTANCE_NAME": name, "WORKSPACE": workspace}
+    given = {
+        "HOST": host,
+        "PORT": port,
+        "INSTANCE_NAME": name,
+        "ROLE": role and role.value,
+        "WORKSPACE": workspace,
+    }
     if force:
         given["WORKSPACE_FORCE"] = "true"
     # Passed in the environment, because the service reads its settings itself, as it does under every server.
@@ -82,6 +94,7 @@ def serve(
 def up(
     instances: Annotated[int, typer.Option("--instances", "-n", min=1, max=100, help="Number of instances.")] = 3,
     name: Annotated[str | None, typer.Option(help="Name of the instance; several get NAME-1, NAME-2, …")] = None,
+    role: WithRole = None,
     workspace: Workspace = None,
     force: Force = False,
     port: Annotated[
@@ -111,7 +124,7 @@ def up(
             write(f"port {each}: {present[each].name} is already running")
             continue
         own_name = name if name is None or instances == 1 else f"{name}-{number}"
-        started[each] = launch(each, settings, own_name, workspace, force)
+        started[each] = launch(each, settings, own_name, role, workspace, force)
     for each, process in started.items():
         wait_until_ready(each, process, settings)
     wait_for_leader(settings)
@@ -124,12 +137,12 @@ def up(
 
 
 def launch(
-    port: int, settings: FleetSettings, name: str | None, workspace: str | None, force: bool
+    port: int, settings: FleetSettings, name: str | None, role: Role | None, workspace: str | None, force: bool
 ) -> "subprocess.Popen[bytes]":
     """Start an instance that continues to run after this command has ended."""
     refuse_taken_port(settings.host, port)
     command = [sys.executable, "-m", "app", "serve", "--port", str(port)]
-    for flag, value in (("--name", name), ("--workspace", workspace)):
+    for flag, value in (("--name", name), ("--role", role and role.value), ("--workspace", workspace)):
         if value is not None:
             command += [flag, value]
     if force:
@@ -225,7 +238,7 @@ def show(settings: FleetSettings, *, with_gone: bool = False, as_json: bool = Fa
 
 
 def cells(row: Instance) -> Iterator[str]:
-    yield from (row.name, str(row.id), row.state, "leader" if row.leader else "", str(row.running))
+    yield from (row.name, str(row.id), row.role, row.state, "leader" if row.leader else "", str(row.running))
     yield from (row.hostname, str(row.pid), str(row.port or ""), row.version)
     if row.live:
         yield f"{row.heartbeat_age_ms} ms ago"

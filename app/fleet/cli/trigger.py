@@ -23,7 +23,7 @@ from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import read_ids
 from app.fleet.engine.enqueue.insert import insert
-from app.fleet.engine.enqueue.orders import Order, prepare
+from app.fleet.engine.enqueue.orders import Order, Origin, prepare
 from app.fleet.errors import ActionUnknown, EngineError
 from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read import records
@@ -86,7 +86,7 @@ async def insert_one(settings: FleetSettings, catalogue: Catalogue, order: Order
         except EngineError as error:
             raise typer.BadParameter(str(error)) from error
         async with connection.transaction():
-            (inserted,) = await insert(connection, namespace, [prepared], "api")
+            (inserted,) = await insert(connection, namespace, [prepared], Origin("api"))
             await command_audit.notify_leader(connection, namespace, "trigger", f"{order.action} run {inserted.id}")
         run = await records.find(connection, namespace, inserted.id)
         return Triggered(run, inserted.new, await admin.find(connection, namespace, catalogue, order.action))
@@ -99,7 +99,7 @@ def describe(triggered: Triggered, *, follow_it: bool) -> Iterator[str]:
     if run.state is RunState.PENDING and triggered.action.state == "paused":
         yield f"{run.action} is paused: the run waits for `{me} actions resume {run.action}`"
     elif run.state is RunState.PENDING and not triggered.action.standby:
-        yield f"no living instance has {run.action} in its code: the run waits for such an instance (`{me} list`)"
+        yield f"no living instance executes {run.action}: the run waits for a worker that has it (`{me} list`)"
     if not follow_it:
         yield f"run {run.id} of {run.action}: {run.state}"
         yield f"  {me} runs {run.id} --follow"

@@ -8,18 +8,18 @@
     connection_budget        the database   all live instances together may open more sessions than the server allows
     lock_held_long           a lock         it is held for longer than a lock should be (except singletons' locks)
     two_holders              a lock         a second holder got it while the first still acted as its holder: a bug
+    no_worker                an action      runs of it are due, and no living instance executes it (`no_worker.py`)
     run_stuck                a run          its deadline passed long ago, and it was not rescued (`rescuer.py`)
     once_pending             a scope        keys have been pending for too long, and their owners are live (`once.py`)
     connection_not_returned  an instance    a connection of its pool is borrowed longer than a transaction should take
 
-`GET /health/instances` runs all checks and lists what they find. The leader runs them periodically: it logs each
-anomaly once when it appears and once when it is over, and sets a metric. Each kind has a page in docs/runbook.
+`GET /health/instances` and `GET /metrics` run all checks and show what they find. The leader runs them periodically: it
+logs each anomaly once when it appears and once when it is over. Each kind has a page in docs/runbook.
 
 A check only reads; no safety depends on it. Rooms above add their checks with `Anomalies.add`.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -39,6 +39,7 @@ KINDS = (
     "connection_budget",
     "lock_held_long",
     "two_holders",
+    "no_worker",
     "run_stuck",
     "once_pending",
     "connection_not_returned",
@@ -56,7 +57,8 @@ ALLOWED_CONNECTIONS = Statement("""
 SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
 """)
 
-# The terms that ended, except the last term of an instance that is draining or has left: it ended that term itself.
+# The terms that ended, except those that their leader ended itself: the last term of an instance that is draining or
+# has left, and the terms of role `web`, which end when an instance of another role queues.
 LOST_TERMS = Statement("""
 SELECT count(*), min(t.began_at), string_agg(DISTINCT t.instance, ', ' ORDER BY t.instance)
 FROM (
@@ -67,12 +69,10 @@ FROM (
     WHERE began_at > clock_timestamp() - %(within)s
 ) AS t
 WHERE t.ended
-  AND NOT (
-      t.last
-      AND EXISTS (
-          SELECT FROM {schema}.instances AS i
-          WHERE i.id = t.instance_id AND (i.state = 'draining' OR i.gone_reason = 'left')
-      )
+  AND NOT EXISTS (
+      SELECT FROM {schema}.instances AS i
+      WHERE i.id = t.instance_id
+        AND (i.role = 'web' OR (t.last AND (i.state = 'draining' OR i.gone_reason = 'left')))
   )
 """)
 
@@ -90,7 +90,7 @@ Check = Callable[[Connection, Namespace, Sequence[Instance]], Awaitable[Iterable
 
 
 class Anomalies(LoopService):
-    """All checks of this namespace, and what this instance found last while it was the leader."""
+    """All checks of this namespace."""
 
     name = "anomalies"
 
@@ -99,16 +99,12 @@ class Anomalies(LoopService):
         self._database = database
         self._member = member
         self._checks: list[Check] = [check_instances, check_leadership]
-        self._known: dict[tuple[str, str], Anomaly] = {}
+        # What this instance found at its last check as the leader, by kind and subject.
+        self.known: dict[tuple[str, str], Anomaly] = {}
         self._errors = LoopErrors(log, failed="anomalies.failed", defect="cluster.defect", service="anomalies")
 
     def add(self, check: Check) -> None:
         self._checks.append(check)
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Number of anomalies by kind at the last check of this instance; none if it is not the leader."""
-        return Counter(kind for kind, _ in self._known)
 
     async def find(self, instances: Sequence[Instance]) -> list[Anomaly]:
         """Run all checks now."""
@@ -121,11 +117,11 @@ class Anomalies(LoopService):
         """Run all checks; log what is new and what is over."""
         found = {(each.kind, each.subject): each for each in await self.find(await self._member.instances())}
         for key, anomaly in found.items():
-            if key not in self._known:
+            if key not in self.known:
                 log.warning("anomaly.found", kind=anomaly.kind, subject=anomaly.subject, detail=anomaly.detail)
-        for kind, subject in self._known.keys() - found.keys():
+        for kind, subject in self.known.keys() - found.keys():
             log.info("anomaly.over", kind=kind, subject=subject)
-        self._known = found
+        self.known = found
 
     async def _run(self) -> None:
         while True:
@@ -134,7 +130,7 @@ class Anomalies(LoopService):
                 if self._member.leading:
                     await self.find_and_log()
                 else:
-                    self._known = {}
+                    self.known = {}
 
 
 # -- the checks of this room ------------------------------------------------------------------------------------------

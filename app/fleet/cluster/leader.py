@@ -20,6 +20,9 @@ statement renews the lease of the leader's session. It declares an instance gone
     on another server (restart, failover), or this   RELINK_GRACE: all locks were free at once, and the other
       instance's own link has just reconnected       instances need time to reconnect
 
+An instance of role `web` queues only while no instance of another role does. It looks at every heartbeat: if one is in
+the queue, it leaves the queue, or its term ends. So if the last worker dies, there is no leader for up to a second.
+
 No safety depends on leadership. If there were two leaders, they would do the same work twice, and each `declare_gone`
 is guarded by the presence lock of the instance it is about (`registry.py`).
 
@@ -27,7 +30,7 @@ The leader writes on a second session, because the queue's session is inside a t
 that session for its whole term, so that it can declare an instance gone when the server has no free connection. The
 rows that a gone instance leaves (`Registry.clean_up`) are processed in batches between two checks.
 
-`leading` becomes false before the server can grant the lock to another instance: when `step_down` is called, and
+`leading` becomes false before the server can grant the lock to another instance: when it leaves the queue, and
 `PATIENCE` after the last answered check was sent.
 
 Not guaranteed: that there is a leader. While the database is unavailable, there is none.
@@ -45,6 +48,7 @@ from app.fleet.cluster.registry import GRACE, RELINK_GRACE, Identity, Registry, 
 from app.fleet.db.direct import LEASE, PATIENCE, DirectSession, open_session
 from app.fleet.db.namespace import Statement
 from app.fleet.telemetry.logs import event_log
+from app.fleet.telemetry.metrics import TAKEOVER
 from app.fleet.telemetry.redaction import redact
 
 CHECK_INTERVAL = 0.135
@@ -59,15 +63,35 @@ ENTER_QUEUE = Statement(
 )
 WARM_UP = Statement("SELECT has_table_privilege('{schema}.leader_turn'::regclass, 'UPDATE')")
 WAIT_FOR_TURN = Statement("LOCK TABLE {schema}.leader_turn IN EXCLUSIVE MODE")
+# Whether an instance of a role that does not defer is the leader, or waits in the queue.
+FIND_CANDIDATE = Statement("""
+SELECT EXISTS (
+    SELECT FROM {schema}.instances AS i
+    JOIN pg_catalog.pg_locks AS l ON l.pid = i.turn_pid
+    WHERE i.state <> 'gone' AND i.role <> 'web'
+      AND l.locktype = 'relation' AND l.mode = 'ExclusiveLock'
+      AND l.relation = '{schema}.leader_turn'::regclass
+      AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
+)
+""")
 
 
 class Leader:
     """This instance's session in the queue, and its work while it is the leader. It runs in its own thread."""
 
     def __init__(
-        self, address: str, registry: Registry, link: Link, on_elected: Callable[[], None] = lambda: None
+        self,
+        address: str,
+        registry: Registry,
+        link: Link,
+        on_elected: Callable[[], None] = lambda: None,
+        *,
+        defers: bool = False,
     ) -> None:
-        """`on_elected` is called in the leader's thread at the beginning of each term."""
+        """`on_elected` is called in the leader's thread at the beginning of each term.
+
+        With `defers`, the instance queues only after `defer_to_candidates` has found that no other candidate does.
+        """
         self.terms = 0
         self.checks = 0
         self._address = address
@@ -77,6 +101,7 @@ class Leader:
         self._leading = False
         self._trusted_until = 0.0
         self._allowed = True
+        self._deferring = defers
         self._stopping = threading.Event()
         self._session: DirectSession | None = None
         self._writer: DirectSession | None = None
@@ -89,7 +114,12 @@ class Leader:
     @property
     def leading(self) -> bool:
         """Whether this instance is the leader, by its own clock: false before another instance can be."""
-        return self._leading and not self._stopping.is_set() and clock() < self._trusted_until
+        return self._leading and not self._leaving and clock() < self._trusted_until
+
+    @property
+    def _leaving(self) -> bool:
+        """Whether this instance ends its session in the queue itself."""
+        return self._stopping.is_set() or self._deferring
 
     def start(self) -> None:
         self._thread.start()
@@ -100,6 +130,13 @@ class Leader:
         if session := self._session:
             session.hang_up()
 
+    def defer_to_candidates(self, session: Session, _: Identity) -> None:
+        """Stay out of the queue while an instance that does not defer is in it. Called at each heartbeat."""
+        row = session.execute(self._registry.namespace.sql(FIND_CANDIDATE)).fetchone()
+        self._deferring = row == (True,)
+        if self._deferring and (mine := self._session):
+            mine.hang_up()
+
     def join(self, timeout: float) -> None:
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -109,7 +146,7 @@ class Leader:
     def _run(self) -> None:
         while not self._stopping.is_set():
             identity = self._link.identity
-            if identity is None or not self._link.holds():
+            if identity is None or not self._link.holds() or self._deferring:
                 self._stopping.wait(RETRY_INTERVAL)
                 continue
             try:
@@ -119,7 +156,7 @@ class Leader:
                     if self._wait_for_turn(session, identity):
                         self._lead(session, identity)
             except (psycopg.Error, OSError) as error:
-                if not self._stopping.is_set():
+                if not self._leaving:
                     log.debug("leader.session_lost", reason=redact(" ".join(str(error).split())))
                     self._stopping.wait(RETRY_INTERVAL)
             except Exception as error:  # noqa: BLE001 — a defect in a hook must not end this thread
@@ -139,7 +176,7 @@ class Leader:
             log.error("leader.not_allowed", missing=f"UPDATE on {self._registry.namespace.schema}.leader_turn")
         session.execute("BEGIN")
         session.patience = None
-        if self._stopping.is_set():
+        if self._leaving:
             return False
         session.execute(self._registry.namespace.sql(WAIT_FOR_TURN))
         session.patience = PATIENCE
@@ -154,7 +191,7 @@ class Leader:
             self._check(session)
             self._set_leading(True)
             self._record_term(identity)
-            while not self._stopping.is_set() and self._link.identity == identity:
+            while not self._leaving and self._link.identity == identity:
                 self._check(session)
                 if self._to_clean_up:
                     self._with_writer(self._clean_up)
@@ -183,7 +220,7 @@ class Leader:
         self._free_since = {identifier: self._free_since.get(identifier, now) for identifier in unlinked}
         due = [i for i, since in self._free_since.items() if now - since >= self._grace(unlinked[i], now)]
         for identifier in due:
-            self._with_writer(partial(self._declare, identifier))
+            self._with_writer(partial(self._declare, identifier, self._free_since[identifier]))
 
     def _grace(self, same_server: bool, now: float) -> float:
         relinked_at = self._link.relinked_at
@@ -196,9 +233,10 @@ class Leader:
         ends = [since + GRACE - now for since in self._free_since.values()]
         return max(0.01, min([CHECK_INTERVAL, *(end for end in ends if end > 0)]))
 
-    def _declare(self, identifier: int, session: Session) -> None:
+    def _declare(self, identifier: int, free_since: float, session: Session) -> None:
         name = self._registry.declare_gone(session, identifier, "its session ended")
         if name is not None:
+            TAKEOVER.observe(clock() - free_since)
             log.warning("instance.gone", id=identifier, name=name, reason="its session ended")
             self._to_clean_up.append(identifier)
 
@@ -240,4 +278,4 @@ class Leader:
                 log.info("leader.elected")
                 self._on_elected()
             else:
-                log.info("leader.ended", reason="stepped down" if self._stopping.is_set() else "session lost")
+                log.info("leader.ended", reason="stepped down" if self._leaving else "session lost")

@@ -35,7 +35,7 @@ from app.fleet.db.pool.pool import Database
 from app.fleet.errors import FleetError
 from app.fleet.lifecycle import Phase
 from app.fleet.settings import FleetSettings
-from app.fleet.telemetry import logs
+from app.fleet.telemetry import logs, tracing
 from app.fleet.telemetry.redaction import redact
 
 Arguments = TypeVarTuple("Arguments")
@@ -93,6 +93,8 @@ class Member(Service):
             port=port,
             version=version,
             connections=sessions(settings),
+            role=settings.role,
+            concurrency=settings.concurrency,
             name=settings.instance_name,
             workspace=settings.workspace,
             workspace_shared=settings.workspace is not None and settings.workspace_force,
@@ -113,8 +115,14 @@ class Member(Service):
         self._reported_connection: float | None = None
         self.on_heartbeat(self._report_connection)
         self.leader = Leader(
-            addresses.direct, self._registry, self.link, lambda: self._call_in_loop(self._elected_hooks)
+            addresses.direct,
+            self._registry,
+            self.link,
+            lambda: self._call_in_loop(self._elected_hooks),
+            defers=not settings.role.executes,
         )
+        if not settings.role.executes:
+            self.on_heartbeat(self.leader.defer_to_candidates)
 
     # -- for the rooms above, before the start ------------------------------------------------------------------------
 
@@ -208,6 +216,7 @@ class Member(Service):
     def _joined(self, identity: Identity) -> None:
         self._last_id = identity.id
         logs.identify(instance=identity.name)
+        tracing.identify(identity.name)
 
     def _identity_lost(self, lost: Identity) -> None:
         """Drop everything held under a lost identity and wait for it, but not long if the event loop is blocked."""

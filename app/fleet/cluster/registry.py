@@ -44,6 +44,7 @@ from app.fleet.db.dsn import RUN_DIGITS, pool_application
 from app.fleet.db.namespace import Lock, Namespace, Statement
 from app.fleet.db.pool.pool import Database
 from app.fleet.errors import InstanceUnknown, NameTaken, WorkspaceTaken
+from app.fleet.role import Role
 from app.fleet.telemetry.logs import event_log
 
 Session: TypeAlias = psycopg.Connection[TupleRow]
@@ -69,6 +70,8 @@ class Registration:
     pid: int
     version: str
     connections: int
+    role: Role = Role.ALL
+    concurrency: int = 100
     name: str | None = None
     # The name before the last identity was lost. It is used again if it is free.
     former_name: str | None = None
@@ -102,12 +105,14 @@ class Instance:
     name: str
     run_id: UUID
     state: str
+    role: str
     hostname: str
     pid: int
     port: int | None
     version: str
     workspace: str | None
     connections: int
+    concurrency: int
     running: int
     started_at: datetime
     heartbeat_at: datetime

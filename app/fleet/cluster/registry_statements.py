@@ -12,11 +12,12 @@ TAKE_PRESENCE_LOCK = Statement("SELECT pg_try_advisory_lock({class}, %(key)s)")
 
 INSERT_INSTANCE = Statement("""
 INSERT INTO {schema}.instances (
-    id, name, run_id, state, hostname, pid, port, version, workspace, workspace_shared, connections,
-    started_at, heartbeat_at, server_started_at
+    id, name, run_id, state, role, hostname, pid, port, version, workspace, workspace_shared, connections,
+    concurrency, started_at, heartbeat_at, server_started_at
 ) VALUES (
-    %(id)s, %(name)s, %(run_id)s, %(state)s, %(hostname)s, %(pid)s, %(port)s, %(version)s, %(workspace)s,
-    %(workspace_shared)s, %(connections)s, clock_timestamp(), clock_timestamp(), pg_postmaster_start_time()
+    %(id)s, %(name)s, %(run_id)s, %(state)s, %(role)s, %(hostname)s, %(pid)s, %(port)s, %(version)s,
+    %(workspace)s, %(workspace_shared)s, %(connections)s, %(concurrency)s, clock_timestamp(), clock_timestamp(),
+    pg_postmaster_start_time()
 )
 """)
 
@@ -115,8 +116,8 @@ NOTIFY = Statement("SELECT pg_notify('{channel}', %(payload)s)")
 
 # The leader is the instance whose session holds the lock on `leader_turn`: at most one, and never out of date.
 LIST = Statement("""
-SELECT i.id, i.name, i.run_id, i.state, i.hostname, i.pid, i.port, i.version, i.workspace, i.connections, i.running,
-       i.started_at, i.gone_at, i.gone_reason, i.shutdown, i.server_started_at,
+SELECT i.id, i.name, i.run_id, i.state, i.role, i.hostname, i.pid, i.port, i.version, i.workspace, i.connections,
+       i.concurrency, i.running, i.started_at, i.gone_at, i.gone_reason, i.shutdown, i.server_started_at,
        (extract(epoch FROM clock_timestamp() - i.heartbeat_at) * 1000)::int8 AS heartbeat_age_ms,
        i.heartbeat_at, i.clock_ahead, i.connection_out_seconds,
        i.state <> 'gone' AND EXISTS (

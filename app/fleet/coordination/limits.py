@@ -48,6 +48,7 @@ from app.fleet.cluster.link import clock
 from app.fleet.coordination.permits import LEASE, Limit, PermitQueue
 from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.errors import LimitReached
+from app.fleet.telemetry import tracing
 from app.fleet.telemetry.metrics import ByName
 
 # How long a caller waits for the database to answer, even with `wait=0`.
@@ -76,6 +77,10 @@ class Limits(Service):
 
     async def take(self, limit: Limit, wait: float | None) -> None:
         """Wait for a permit: for `wait` seconds, or without a limit if that is None."""
+        with tracing.spanning("limit", {"flotilla.limit": limit.name}):
+            await self._take(limit, wait)
+
+    async def _take(self, limit: Limit, wait: float | None) -> None:
         until = math.inf if wait is None else clock() + wait
         try:
             async with asyncio.timeout(None if wait is None else max(wait, MIN_TIMEOUT)):

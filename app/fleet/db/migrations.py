@@ -8,7 +8,7 @@ and PostgreSQL rolls the migration back.
 
     the schema is            because                                          then
     absent, or empty         the namespace is new                             migrate
-    behind                   a deploy brought new migrations                  migrate, or wait for the migration job
+    behind                   a deploy brought new migrations                  migrate, or wait for who may
     current                                                                   continue
     ahead                    a newer release migrated first (rolling deploy)  continue: migrations expand, then contract
     foreign                  it contains other tables                         refuse, before anything is written
@@ -99,11 +99,11 @@ def inspect(connection: psycopg.Connection[psycopg.rows.TupleRow], namespace: Na
     return State.CURRENT if found == set(scripts.get_heads()) else State.BEHIND
 
 
-def migrate(address: str, namespace: Namespace) -> bool:
+def migrate(address: str, namespace: Namespace, *, wait: float = LOCK_TIMEOUT) -> bool:
     """Migrate the schema to the newest revision, once for the whole cluster; return whether this process did it."""
     with open_session(address, application=namespace.application("migrate"), lease=None) as session:
         session.patience = None
-        take_lock(session, namespace)
+        take_lock(session, namespace, wait)
         try:
             state = inspect(session, namespace)
             if state in {State.CURRENT, State.AHEAD}:
@@ -117,12 +117,12 @@ def migrate(address: str, namespace: Namespace) -> bool:
             session.execute(namespace.sql(UNLOCK))
 
 
-def take_lock(session: psycopg.Connection[psycopg.rows.TupleRow], namespace: Namespace) -> None:
-    deadline = time.monotonic() + LOCK_TIMEOUT
+def take_lock(session: psycopg.Connection[psycopg.rows.TupleRow], namespace: Namespace, wait: float) -> None:
+    deadline = time.monotonic() + wait
     while session.execute(namespace.sql(TRY_LOCK)).fetchone() != (True,):
         if time.monotonic() > deadline:
             raise SchemaOutdated(
-                f"another process has been migrating {namespace.schema!r} for {LOCK_TIMEOUT:.0f} s: find what it waits "
+                f"another process has been migrating {namespace.schema!r} for {wait:.0f} s: find what it waits "
                 f"for in pg_stat_activity (application_name {namespace.application('migrate')!r})"
             )
         time.sleep(POLL_INTERVAL)
@@ -169,7 +169,7 @@ def ensure_current(
         if time.monotonic() >= deadline or should_stop():
             raise SchemaOutdated(
                 f"the schema {namespace.schema!r} is {state.value}, and this instance does not migrate by itself: run "
-                f"`flotilla migrate` (the migration job of a deployment does), or set FLOTILLA_MIGRATE_ON_START=true"
+                f"`flotilla migrate` (the container `migrate` of a pod does), or set FLOTILLA_MIGRATE_ON_START=true"
             )
         if not logged:
             log.info("migration.awaited", state=state.value, seconds=wait)

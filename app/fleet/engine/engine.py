@@ -27,12 +27,14 @@ from app.fleet.engine.actions.synchronise import announce, synchronise
 from app.fleet.engine.dispatch.backlog import OTHERS_DELAY, Backlog, Waiting
 from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.dispatch.dispatcher import Dispatcher
-from app.fleet.engine.dispatch.scheduler import Scheduler
+from app.fleet.engine.dispatch.scheduler import BACK_UP, WEB_BACK_UP, Scheduler
 from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
-from app.fleet.engine.maintenance import rescuer
+from app.fleet.engine.figures.cluster_figures import ClusterFigures
+from app.fleet.engine.figures.run_metrics import RunMetrics
+from app.fleet.engine.maintenance import no_worker, rescuer
 from app.fleet.engine.maintenance.pruner import Pruner
 from app.fleet.engine.maintenance.reconciler import Reconciler
 from app.fleet.engine.once import once
@@ -67,11 +69,29 @@ class Engine:
         self.backlog = Backlog(catalogue, self.clock)
         self.claimant = Claimant(database.namespace, catalogue, self.backlog, self.clock)
         self.triggers = Triggers(database, catalogue, stream.hub)
-        self.executor = Executor(settings, database, catalogue, stream.relay, self._on_settled)
+        self.metrics = RunMetrics(catalogue)
+        self.figures = ClusterFigures(database, member, shared.anomalies)
+        self.executor = Executor(settings, database, catalogue, stream.relay, self.metrics, self._on_settled)
         self.dispatcher = Dispatcher(
-            database, member, lifecycle, stream.relay, self.executor, self.backlog, self.claimant
+            database,
+            member,
+            lifecycle,
+            stream.relay,
+            self.executor,
+            self.backlog,
+            self.claimant,
+            self.clock,
+            self.metrics,
         )
-        self.scheduler = Scheduler(database, member, catalogue, lifecycle, self.clock, self.dispatcher.pause_claiming)
+        self.scheduler = Scheduler(
+            database,
+            member,
+            catalogue,
+            lifecycle,
+            self.clock,
+            self.dispatcher.pause_claiming,
+            back_up=BACK_UP if settings.role.executes else WEB_BACK_UP,
+        )
         self.reconciler = Reconciler(
             database,
             member,
@@ -89,9 +109,11 @@ class Engine:
         self._member = member
         self._hub = stream.hub
         self._shared = shared
+        self._role = settings.role
         self._feed_retention = timedelta(seconds=settings.feed_retention)
         member.on_gone(rescuer.Rescue(database.namespace))
         shared.anomalies.add(rescuer.stuck)
+        shared.anomalies.add(no_worker.check)
         shared.anomalies.add(find_pending_too_long)
         member.on_identity_lost(self.executor.drop)
         member.on_elected(self._elected)
@@ -103,8 +125,9 @@ class Engine:
 
     @property
     def services(self) -> Sequence[Service]:
-        """In the order in which they start."""
-        return (self.executor, self.dispatcher, self.reconciler, self.pruner, self.scheduler)
+        """In the order in which they start. Without the dispatcher, the instance claims no run."""
+        claims = (self.dispatcher,) if self._role.executes else ()
+        return (self.executor, *claims, self.reconciler, self.pruner, self.scheduler)
 
     async def synchronise(self) -> None:
         """Write the actions of this code to the database, before any service reads them."""

@@ -1,8 +1,9 @@
 """Actions over HTTP: list, show, trigger, pause and resume them.
 
 Listing and pausing use the database alone, so they work at every instance, whatever its release. Triggering needs the
-code of the action, which defines its payload. During a deploy, an instance whose release does not have the action yet
-answers with 503, and a client that retries reaches an instance that has it.
+code of the action, which defines its payload. An instance of any role that serves this path has that code, and accepts
+the trigger whether or not an instance executes the action at the moment: the run waits. An instance whose release does
+not have the action answers with 503, and a client that retries reaches, during a deploy, an instance that has it.
 """
 
 from collections.abc import Awaitable, Callable

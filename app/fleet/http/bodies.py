@@ -96,7 +96,7 @@ def answer(adapter: TypeAdapter[Answer], value: Answer, status: int = 200, **hea
 
 async def records(context: Context, triggered: Sequence[Triggered]) -> list[RunRecord]:
     """Return the records of these runs: new ones as they were inserted, existing ones as they are now."""
-    inserted = [each.record("api") for each in triggered]
+    inserted = [each.record() for each in triggered]
     existing = [each.id for each, record in zip(triggered, inserted, strict=True) if record is None]
     found = {}
     if existing:
@@ -111,20 +111,20 @@ async def records(context: Context, triggered: Sequence[Triggered]) -> list[RunR
 
 
 async def action_missing_here(context: Context, name: str) -> FleetError:
-    """Return the error for an action that is not in this instance's code: other instances may have it."""
+    """Return the error for an action that is not in this instance's code: 404 only if no release ever had it."""
     async with context.database.connection() as connection:
         try:
             found = await admin.find(connection, context.database.namespace, context.engine.catalogue, name)
         except ActionUnknown as unknown:
             return unknown
     if found.state == "vanished":
-        return ActionUnknown(
-            f"no living instance has the action {name!r} in its code any more: deploy a release that has it"
-        )
+        who = "and neither does any other living instance: deploy a release that has it"
+    else:
+        others = f", such as {', '.join(found.standby[:3])}" if found.standby else ""
+        who = f"but other living instances have it{others}: send the request again shortly"
     return Unavailable(
-        f"the release of this instance does not have the action {name!r}, but another release has it: send the request "
-        f"again shortly, or to one of {', '.join(found.standby[:3])}",
-        retry_after=2,
+        f"this instance does not have the action {name!r} in its code, so it cannot check the payload, {who}",
+        retry_after=2 if found.state != "vanished" else 30,
     )
 
 

@@ -15,6 +15,7 @@ from app.fleet.coordination.locks.admin import lock_names
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import InContext
 from app.fleet.lifecycle import Phase
+from app.fleet.role import Role
 
 router = APIRouter(prefix="/health", tags=["health"])
 
@@ -32,6 +33,7 @@ class InstanceView(BaseModel):
     id: int
     name: str
     run_id: UUID
+    role: Role
     state: Literal["starting", "ready", "draining", "gone"]
     hostname: str
     pid: int
@@ -41,6 +43,7 @@ class InstanceView(BaseModel):
     heartbeat_age_ms: int
     leader: bool
     running: int
+    concurrency: int
     locks: list[str]
     workspace: str | None
     gone_at: datetime | None

@@ -1,13 +1,14 @@
-"""`GET /metrics`: the metrics of this instance, for Prometheus. `telemetry/metrics.py` defines each of them."""
+"""`GET /metrics`: the metrics of this instance and of the cluster, for Prometheus (`telemetry/metrics.py`)."""
 
-from collections.abc import Mapping
-from typing import get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, get_args
 
 from fastapi import APIRouter, Depends, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
-from app.fleet.cluster import anomalies
-from app.fleet.engine.execute.writer import OUTCOMES, WRITES
+from app.fleet.engine.execute.writer import WRITES
 from app.fleet.http.edge.auth import needs
 from app.fleet.http.edge.context import Context, InContext
 from app.fleet.http.edge.refused_keys import Reason
@@ -20,19 +21,38 @@ router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
 
 @router.get("/metrics", response_class=Response)
 async def metrics(context: InContext) -> Response:
-    """Return the metrics of this instance in the text format of Prometheus."""
-    return Response(generate_latest(FleetCollector(values(context))), media_type=CONTENT_TYPE_LATEST)
+    """Return the metrics of this instance and of the cluster in the text format of Prometheus."""
+    figures = await context.engine.figures.read()
+    scrape = Scrape(REGISTRY, FleetCollector(values(context)), context.engine.metrics, *filter(None, [figures]))
+    return Response(generate_latest(scrape), media_type=CONTENT_TYPE_LATEST)
+
+
+class Collects(Protocol):
+    def collect(self) -> Iterable[Metric]: ...
+
+
+class Scrape(Collector):
+    """All metrics of one response."""
+
+    def __init__(self, *parts: Collects) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        for part in self._parts:
+            yield from part.collect()
 
 
 def values(context: Context) -> Mapping[str, Value]:
-    member, database = context.member, context.database
+    settings, member, database = context.settings, context.member, context.database
     link, pool = member.link, database.stats()
     identity = member.identity
     executor = context.engine.executor
     limits, breakers = context.coordination.limits, context.coordination.breakers
     available = pool.get("pool_available", 0)
     return {
-        "flotilla_instance": {(context.settings.namespace, identity.name if identity else "", context.version): 1},
+        "flotilla_instance": {
+            (settings.namespace, identity.name if identity else "", settings.role.value, context.version): 1
+        },
         "flotilla_ready": context.lifecycle.phase is Phase.READY,
         "flotilla_link_up": member.holds(),
         "flotilla_link_breaks_total": link.breaks,
@@ -51,11 +71,8 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_pool_oldest_out_seconds": database.longest_borrowed_seconds(),
         "flotilla_pool_refused_total": pool.get("requests_errors", 0),
         "flotilla_runs_running": len(executor.attempts),
-        "flotilla_runs_claimed_total": context.engine.dispatcher.claimed,
-        "flotilla_runs_ended_total": {(outcome,): executor.writer.outcomes[outcome] for outcome in OUTCOMES},
         "flotilla_runs_fenced_total": {(write,): executor.writer.fenced[write] for write in WRITES},
         "flotilla_runs_abandoned_total": executor.abandoned,
-        "flotilla_runs_oldest_wait_seconds": context.engine.reconciler.oldest_wait,
         "flotilla_slots_scheduled_total": context.engine.scheduler.scheduled,
         "flotilla_runs_pruned_total": context.engine.pruner.pruned,
         "flotilla_runs_prune_skipped": context.engine.pruner.skipped,
@@ -63,7 +80,6 @@ def values(context: Context) -> Mapping[str, Value]:
         "flotilla_streams_followed_runs": context.stream.hub.followed,
         "flotilla_streams_reads_total": context.stream.hub.reader.reads,
         "flotilla_streams_notifications_total": context.stream.relay.sent,
-        "flotilla_anomalies": {(kind,): context.coordination.anomalies.counts[kind] for kind in anomalies.KINDS},
         "flotilla_locks_held": context.coordination.locks.held,
         "flotilla_locks_waiting": context.coordination.locks.waiting,
         "flotilla_locks_taken_total": context.coordination.locks.taken,

@@ -52,10 +52,11 @@ def claimed_sql(timeout: str, beside: str = "", condition: str = "true") -> str:
 
 # The columns of a claimed run: first the columns for its `Attempt`, then those for the dispatcher.
 CLAIMED_COLUMNS = """id, action_id, token, attempt, deaths, max_attempts, priority, trigger, scheduled_for,
-       payload::text, checkpoint::text, events, ordering_key, cancel_requested_at IS NOT NULL, run_at"""
+       payload::text, checkpoint::text, events, ordering_key, request_id, trace_parent,
+       cancel_requested_at IS NOT NULL, run_at"""
 # Positions in a claimed row: `WIDTH` columns of an attempt, whether its cancellation is requested, and `run_at`.
-WIDTH = 13
-ACTION, PRIORITY, KEY, RUN_AT = 1, 6, 12, WIDTH + 1
+WIDTH = 15
+ACTION, PRIORITY, SCHEDULED_FOR, EVENTS, KEY, TRACE_PARENT, RUN_AT = 1, 6, 8, 11, 12, 14, WIDTH + 1
 # The last column of CLAIM: how many runs were found, if they are too heavy together; NULL otherwise.
 FOUND = WIDTH + 2
 

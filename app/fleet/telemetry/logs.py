@@ -1,4 +1,5 @@
-"""Logs: each line is an event with a name and fields, and always has the namespace, the instance and the request.
+"""Logs: each line is an event with a name and fields, and always has the namespace, the instance and the request; in an
+attempt also the run, and within a trace its id.
 
     log = event_log(__name__)
     log.info("link.lost", reason="timeout", silent_ms=2510)
@@ -23,8 +24,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from app.fleet.telemetry.redaction import HIDDEN, printable, redact
+from app.fleet.telemetry.tracing import current_trace_id
 
+# The request to which the present code belongs: its own id, or that of the request which triggered the present run.
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+# The run of which the present code is an attempt.
+current_run: ContextVar[int | None] = ContextVar("current_run", default=None)
 
 # Characters of a field, and of a traceback, in a line. Of a longer traceback, both ends are kept.
 MAX_FIELD = 4_000
@@ -35,6 +40,12 @@ COLOURS = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[41m"}
 ADOPTED = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "alembic", "fastapi")
 QUIET = ("psycopg.pool", "alembic.runtime.plugins", "watchfiles")
 PROBES = ("/health/live", "/health/ready")
+
+
+def who() -> str | None:
+    """Return on whose behalf the present code acts: `run/17`, or the id of a request."""
+    run = current_run.get()
+    return request_id.get() if run is None else f"run/{run}"
 
 
 class EventLog:
@@ -95,6 +106,7 @@ class Formatter(logging.Formatter):
             "event": event,
             **self.identity,
             "request_id": request_id.get(),
+            **context(),
             "logger": record.name,
             **fields,
         }
@@ -108,14 +120,20 @@ class Formatter(logging.Formatter):
         who = "/".join(self.identity.values())
         words = [when, f"{record.levelname:<7}", who, printable(event)]
         words += [f"{key}={word(value)}" for key, value in fields.items()]
-        if rid := request_id.get():
-            words.append(f"request_id={word(rid)}")
+        around = {"request_id": request_id.get(), **context()}
+        words += [f"{key}={word(value)}" for key, value in around.items() if value is not None and key not in fields]
         line = " ".join(words)
         if trace:
             # Indented, so that no line of an exception's text looks like a line of the log.
             line = "\n    ".join([line, *(printable(part) for part in trace.split("\n"))])
         colour = COLOURS.get(record.levelname) if self._colour else None
         return f"{colour}{line}\x1b[0m" if colour else line
+
+
+def context() -> dict[str, Any]:
+    """Return the run and the trace to which the present code belongs, if any."""
+    around = {"run": current_run.get(), "trace_id": current_trace_id()}
+    return {key: value for key, value in around.items() if value is not None}
 
 
 def message_of(record: logging.LogRecord) -> str:

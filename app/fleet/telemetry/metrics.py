@@ -1,7 +1,17 @@
-"""Every metric of the fleet: its name, its type and its meaning. `GET /metrics` fills in the values at each scrape.
+"""The metrics of the fleet: their names, types and meanings. `GET /metrics` returns them.
 
-HTTP metrics and traces come from FastAPI's own telemetry and are not repeated here. One process is one target: with
-`uvicorn --workers`, each scrape reaches one of the workers. So run one worker per container.
+    kind                     defined                                       filled in
+    what this instance is    `DEFINITIONS`                                 at each scrape (`http/metrics.py`)
+    what happens now and     instruments of prometheus-client, below       when it happens
+    then
+    what each run does       `engine/figures/run_metrics.py`               a batch at a time
+    the whole cluster        `engine/figures/cluster_figures.py`       at a scrape, at most once a second
+
+The instruments are in prometheus-client's default registry, with the collectors of the process and of the garbage
+collector. The scrape returns everything that is there: metrics that a service defines itself need no registration.
+
+One process is one target: with `uvicorn --workers`, each scrape reaches one of the workers. So run one worker per
+container.
 """
 
 from collections import Counter
@@ -10,9 +20,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
+from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+# So many names that users choose (of actions, limits, breakers) have series of their own; all others share `OTHERS`.
+MAX_NAMES = 100
+OTHERS = "(others)"
 # One value, or a value for each combination of label values.
 Value: TypeAlias = float | Mapping[tuple[str, ...], float]
 
@@ -29,7 +43,7 @@ gauge = partial(Definition, "gauge")
 counter = partial(Definition, "counter")
 
 DEFINITIONS = (
-    gauge("flotilla_instance", "Always 1; its labels identify the instance", ("namespace", "name", "version")),
+    gauge("flotilla_instance", "Always 1; its labels identify the instance", ("namespace", "name", "role", "version")),
     gauge("flotilla_ready", "1 while this instance is neither starting nor draining"),
     gauge("flotilla_link_up", "1 while the link certainly holds the presence lock"),
     counter("flotilla_link_breaks_total", "How often the link broke"),
@@ -45,11 +59,8 @@ DEFINITIONS = (
     gauge("flotilla_pool_oldest_out_seconds", "How long the longest-borrowed connection has been borrowed"),
     counter("flotilla_pool_refused_total", "Requests that got no connection of the pool in time"),
     gauge("flotilla_runs_running", "Attempts that this instance executes now"),
-    counter("flotilla_runs_claimed_total", "Attempts that this instance began"),
-    counter("flotilla_runs_ended_total", "Attempts of this instance that ended and are committed", ("outcome",)),
     counter("flotilla_runs_fenced_total", "Writes that were rejected for an outdated fencing token", ("write",)),
     counter("flotilla_runs_abandoned_total", "Attempts that did not stop when cancelled, and are ignored since"),
-    gauge("flotilla_runs_oldest_wait_seconds", "How long the longest-waiting run has been due"),
     counter("flotilla_slots_scheduled_total", "Slots for which this instance inserted runs"),
     counter("flotilla_runs_pruned_total", "Runs that this instance deleted after their retention"),
     gauge("flotilla_runs_prune_skipped", "Runs that this instance could not delete in time, and will try again"),
@@ -57,7 +68,6 @@ DEFINITIONS = (
     gauge("flotilla_streams_followed_runs", "Runs that clients or code follow at this instance"),
     counter("flotilla_streams_reads_total", "Reads of events and of the feed, for all followers together"),
     counter("flotilla_streams_notifications_total", "Notifications sent to followers on any instance"),
-    gauge("flotilla_anomalies", "Anomalies that the leader found at its last check", ("kind",)),
     gauge("flotilla_locks_held", "Locks that this instance holds, including the locks of its singletons"),
     gauge("flotilla_locks_waiting", "Tasks of this instance that wait for a lock"),
     counter("flotilla_locks_taken_total", "Locks that this instance acquired"),
@@ -79,9 +89,24 @@ DEFINITIONS = (
     gauge("flotilla_shutdown_step_seconds", "How long a step of the shutdown took", ("step",)),
 )
 
-# So many names of limits and breakers have their own series; all further names share the series `OTHERS`.
-MAX_NAMES = 100
-OTHERS = "(others)"
+
+# -- instruments ------------------------------------------------------------------------------------------------------
+
+SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+LONG = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
+
+LOOP_LAG = Histogram("flotilla_event_loop_lag_seconds", "How late the event loop ran a timer", buckets=SHORT)
+POOL_WAIT = Histogram("flotilla_pool_wait_seconds", "How long a caller waited for a connection", buckets=SHORT)
+LOCK_WAIT = Histogram("flotilla_lock_wait_seconds", "How long a caller waited for a lock", buckets=LONG)
+LOCK_HELD = Histogram("flotilla_lock_held_seconds", "How long a lock was held until its release", buckets=LONG)
+TAKEOVER = Histogram(
+    "flotilla_takeover_seconds",
+    "From when the leader found the session of an instance ended until its runs were pending again",
+    buckets=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 1, 2.5, 5, 10),
+)
+
+
+# -- what this instance is --------------------------------------------------------------------------------------------
 
 
 class ByName(Counter[str]):

@@ -9,7 +9,7 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool.statements import Place
 from app.fleet.duration import Duration, format_duration
 from app.fleet.errors import LockInvalid, LockLost
-from app.fleet.telemetry.logs import request_id
+from app.fleet.telemetry.logs import who
 from app.fleet.validation import check_duration, check_name
 
 # The prefix of the locks of singletons (`coordination/singletons.py`).
@@ -34,6 +34,7 @@ class HeldLock:
         self.why_lost: str | None = None
         self.owner = owner
         self.ttl = ttl
+        self.taken_at = sent
         # By this machine's clock; before the row expires by PostgreSQL's.
         self.expires_at = sent + ttl
         self.released = False
@@ -43,6 +44,11 @@ class HeldLock:
 
     def __repr__(self) -> str:
         return f"<lock {self.name!r}, token {self.token}>"
+
+    @property
+    def of_singleton(self) -> bool:
+        """Whether it is held, and waited for, as long as instances live: not to be compared with other locks."""
+        return self.name.startswith(RESERVED)
 
     @property
     def active(self) -> bool:
@@ -105,4 +111,4 @@ class LockRequest(NamedTuple):
                 f"`ttl` is {format_duration(seconds)}, and must be {bounds}: locks are renewed with each heartbeat, "
                 f"once a second, and a shorter `ttl` would expire whenever one heartbeat is late"
             )
-        return cls(name, seconds, request_id.get())
+        return cls(name, seconds, who())

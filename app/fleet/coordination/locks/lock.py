@@ -48,7 +48,7 @@ what it sends to other systems can arrive after what its successor sends. Send t
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 
 from app.fleet.background import LoopErrors, Service, cancel_and_wait
@@ -56,7 +56,14 @@ from app.fleet.cluster.link import clock
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import BATCH, Identity, Session
 from app.fleet.coordination.locks import statements
-from app.fleet.coordination.locks.held import HeldLock, LockRequest, OnLoss, cancelled_on_loss, loss_error
+from app.fleet.coordination.locks.held import (
+    RESERVED,
+    HeldLock,
+    LockRequest,
+    OnLoss,
+    cancelled_on_loss,
+    loss_error,
+)
 from app.fleet.coordination.locks.queue import LockQueue
 from app.fleet.coordination.locks.renewal import HeldLocks
 from app.fleet.coordination.locks.rows import MIN_POLL_INTERVAL, LockRows
@@ -64,7 +71,9 @@ from app.fleet.db.pool.pool import Database
 from app.fleet.db.pool.statements import Place, fetch
 from app.fleet.duration import format_duration
 from app.fleet.errors import LockCycle, LockLost, LockTaken
+from app.fleet.telemetry import tracing
 from app.fleet.telemetry.logs import event_log
+from app.fleet.telemetry.metrics import LOCK_HELD, LOCK_WAIT
 
 RETRY_INTERVAL = 0.05
 
@@ -114,7 +123,10 @@ class Locks(Service):
         mine = tuple(held for held in held_here.get() if held.active)
         if any(held.name == request.name for held in mine):
             raise LockCycle(f"this task holds the lock {request.name!r} already, and would wait for itself")
-        held = await self.take(request._replace(held=[held.name for held in mine]), wait)
+        # Singletons wait as long as another instance runs them.
+        alone = request.name.startswith(RESERVED)
+        with nullcontext() if alone else tracing.spanning("lock", {"flotilla.lock": request.name}):
+            held = await self.take(request._replace(held=[held.name for held in mine]), wait)
         held_here.set((*mine, held))
         try:
             async with cancelled_on_loss(held, on_loss):
@@ -126,6 +138,7 @@ class Locks(Service):
 
     async def take(self, request: LockRequest, wait: float | None) -> HeldLock:
         """Take a lock, or wait for it: for `wait` seconds, or without a limit if that is None."""
+        began = clock()
         try:
             async with asyncio.timeout(wait or None):
                 while self._member.holds() or wait != 0:
@@ -136,6 +149,8 @@ class Locks(Service):
                     held = held or await self._wait(request, me)
                     if held is not None:
                         self.taken += 1
+                        if not held.of_singleton:
+                            LOCK_WAIT.observe(clock() - began)
                         return held
         except TimeoutError:
             pass
@@ -144,6 +159,8 @@ class Locks(Service):
     async def release(self, held: HeldLock) -> bool:
         """Release a lock, and grant it to the next waiter; false if it had another holder already."""
         held.released = True
+        if not held.of_singleton:
+            LOCK_HELD.observe(clock() - held.taken_at)
         self._held.remove(held)
         return await asyncio.shield(self._rows.background.start(self._rows.release(held.name, held.token, held.owner)))
 

@@ -48,6 +48,7 @@ from app.fleet.db.pool.sqlalchemy_engine import borrowing_engine
 from app.fleet.db.pool.supervisor import Supervisor
 from app.fleet.errors import DatabaseUnreachable
 from app.fleet.settings import FleetSettings
+from app.fleet.telemetry.metrics import POOL_WAIT
 
 Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
 
@@ -305,6 +306,7 @@ class Database(Service):
 
     async def _borrow(self) -> PooledConnection:
         await self._until_healthy()
+        began = time.monotonic()
         try:
             connection = await self._pool.getconn()
         except psycopg.Error as error:
@@ -312,7 +314,8 @@ class Database(Service):
             raise
         # No await between these lines: a connection that has left the pool is always in `_borrowed`.
         connection.borrowed_from = self
-        self._borrowed[connection] = time.monotonic()
+        self._borrowed[connection] = now = time.monotonic()
+        POOL_WAIT.observe(now - began)
         return connection
 
     async def _borrow_for_session(self) -> PooledConnection:

@@ -32,6 +32,8 @@ instances = Table(
     Column("name", Text, nullable=False),
     Column("run_id", Uuid, nullable=False),
     Column("state", Text, nullable=False),
+    # An older release, which knows no roles, does everything.
+    Column("role", Text, nullable=False, server_default="all"),
     Column("hostname", Text, nullable=False),
     Column("pid", Integer, nullable=False),
     Column("port", Integer),
@@ -40,6 +42,8 @@ instances = Table(
     Column("workspace_shared", Boolean, nullable=False, server_default=text("false")),
     # The maximum number of sessions that the instance opens, for the connection budget.
     Column("connections", Integer, nullable=False),
+    # How many runs it executes at the same time, for the autoscaler's view.
+    Column("concurrency", Integer, nullable=False, server_default=text("100")),
     Column("running", Integer, nullable=False, server_default=text("0")),
     Column("started_at", DateTime(timezone=True), nullable=False),
     Column("heartbeat_at", DateTime(timezone=True), nullable=False),
@@ -59,6 +63,7 @@ instances = Table(
     # The steps of the ordered shutdown: [{"step", "ms", "outcome"}].
     Column("shutdown", JSONB),
     CheckConstraint("state IN ('starting', 'ready', 'draining', 'gone')", name="state"),
+    CheckConstraint("role IN ('all', 'web', 'worker')", name="role"),
     # Unique among live instances: a name or workspace is free as soon as its instance is declared gone.
     Index("instances_name_living", "name", unique=True, postgresql_where=text("state <> 'gone'")),
     Index(

@@ -1,11 +1,12 @@
-"""Tables of `app/fleet/engine`: which instance runs which actions."""
+"""Tables of `app/fleet/engine`: which instance has which actions."""
 
 from sqlalchemy import Column, Integer, Table
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from app.fleet.db.schema import metadata
 
-# The actions in the code of each live instance, which it schedules and claims. Deleted when it is declared gone.
+# The actions in the code of each live instance. It schedules them and, unless its role is `web`, claims their runs.
+# Deleted when the instance is declared gone.
 standby = Table(
     "standby",
     metadata,

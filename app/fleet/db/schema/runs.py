@@ -96,6 +96,10 @@ runs = Table(
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
     Column("started_at", DateTime(timezone=True)),
     Column("deadline_at", DateTime(timezone=True)),
+    # The HTTP request that triggered the run, or the run that triggered this one. Null for a scheduled run.
+    Column("request_id", Text),
+    # The span in which the run was triggered, as in a `traceparent` header; null without tracing.
+    Column("trace_parent", Text),
     CheckConstraint("state IN ('pending', 'running')", name="state"),
     # PostgreSQL has instants that Python cannot represent. One such row would break every statement that returns it.
     CheckConstraint("run_at BETWEEN '1970-01-01 00:00:00+00' AND '9999-01-01 00:00:00+00'", name="run_at"),
@@ -163,6 +167,8 @@ finished_runs = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("started_at", DateTime(timezone=True)),
     Column("finished_at", DateTime(timezone=True), nullable=False),
+    Column("request_id", Text),
+    Column("trace_parent", Text),
     # After this instant the pruner deletes the run, its events and its key.
     Column("expires_at", DateTime(timezone=True), nullable=False),
     CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="state"),

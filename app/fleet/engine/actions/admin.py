@@ -4,7 +4,9 @@ One statement reads the whole list. It finds the last run of each action by step
 of finished runs nor a backlog makes it slow. The last run is the one with the highest id: finished, running or pending.
 
 An action that no living instance has in its code is `vanished`: its runs and its pause stay, and no instance schedules
-or claims it. The summary of an action is only in the code, so it is returned only for the actions of this instance.
+or claims it. An action that only instances of role `web` have is in the state `no_worker`: it can be triggered, it is
+scheduled, and its runs wait. The summary of an action is only in the code, so it is returned only for the actions of
+this instance.
 
 Pausing writes the action's row. The scheduler locks that row while it inserts the run of a slot
 (`dispatch/scheduler.py`), so the scheduler either has committed before the pause, or sees it. A claim that is under way
@@ -35,7 +37,7 @@ from app.fleet.runs.read import pages
 from app.fleet.runs.read.pages import ListedRun
 from app.fleet.runs.read.queues import QUEUES
 
-ActionState = Literal["active", "paused", "vanished"]
+ActionState = Literal["active", "paused", "no_worker", "vanished"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class ActionRecord:
     state: ActionState
     next_run_at: datetime | None
     last_run: ListedRun | None
-    # Names of the instances that have running runs of the action, and of those whose code declares it.
+    # Names of the instances that have running runs of the action, and of those that would claim its runs.
     running_on: list[str]
     standby: list[str]
     overlap: Overlap
@@ -71,7 +73,7 @@ WITH running AS (
     WHERE r.state = 'running'
     GROUP BY r.action_id
 ), living AS (
-    SELECT u.action_id, array_agg(i.name ORDER BY i.name) AS instances
+    SELECT u.action_id, array_agg(i.name ORDER BY i.name) FILTER (WHERE i.role <> 'web') AS instances
     FROM {{schema}}.standby AS s
     JOIN {{schema}}.instances AS i ON i.id = s.instance_id AND i.state <> 'gone', unnest(s.action_ids) AS u (action_id)
     GROUP BY u.action_id
@@ -80,6 +82,7 @@ SELECT a.name, a.schedule, a.next_run_at, a.paused_at IS NOT NULL AS paused, a.o
        a.max_attempts, a.concurrency, a.rate_interval, a.rate_burst,
        extract(epoch FROM a.retention)::float8 AS retention,
        coalesce(r.instances, ARRAY[]::text[]) AS running_on, coalesce(l.instances, ARRAY[]::text[]) AS standby,
+       l.action_id IS NOT NULL AS known,
        greatest(r.newest, w.last, e.newest) AS last_run
 FROM {{schema}}.actions AS a
 LEFT JOIN running AS r ON r.action_id = a.id
@@ -198,7 +201,7 @@ def record(row: dict[str, Any], catalogue: Catalogue, last_run: ListedRun | None
         schedule=row["schedule"],
         state=state,
         # The table keeps the next slot of a paused action, but it is not due then.
-        next_run_at=row["next_run_at"] if state == "active" else None,
+        next_run_at=row["next_run_at"] if state in ("active", "no_worker") else None,
         last_run=last_run,
         running_on=row["running_on"],
         standby=row["standby"],
@@ -214,9 +217,11 @@ def record(row: dict[str, Any], catalogue: Catalogue, last_run: ListedRun | None
 
 
 def state_of(row: dict[str, Any]) -> ActionState:
-    if not row["standby"]:
+    if not row["known"]:
         return "vanished"
-    return "paused" if row["paused"] else "active"
+    if row["paused"]:
+        return "paused"
+    return "active" if row["standby"] else "no_worker"
 
 
 def unknown(name: str) -> ActionUnknown:

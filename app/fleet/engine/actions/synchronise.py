@@ -145,5 +145,5 @@ def declaration(action: Action[Any], now: datetime) -> dict[str, Any]:
 
 
 async def announce(connection: Connection, namespace: Namespace, me: int, actions: list[int]) -> None:
-    """Write which actions this instance can run."""
+    """Write which actions this instance has in its code."""
     await connection.execute(namespace.sql(ANNOUNCE), {"me": me, "actions": actions})

@@ -15,6 +15,7 @@ finds such runs and makes them pending again.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -26,11 +27,15 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool.pool import Database
 from app.fleet.engine.dispatch.backlog import MANY, Backlog, DueQueue
 from app.fleet.engine.dispatch.claimant import Claimant
+from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
+from app.fleet.engine.figures.run_metrics import RunMetrics
 from app.fleet.errors import DatabaseError
 from app.fleet.lifecycle import Lifecycle
+from app.fleet.runs.claim import TRACE_PARENT
 from app.fleet.stream.relay import CHANGED, Relay
+from app.fleet.telemetry import tracing
 from app.fleet.telemetry.logs import event_log
 
 # How many runs a claim asks for: first, at most, and by which factor it grows.
@@ -58,9 +63,10 @@ class Dispatcher(LoopService):
         executor: Executor,
         backlog: Backlog,
         claimant: Claimant,
+        clock: ServerClock,
+        metrics: RunMetrics,
     ) -> None:
         super().__init__()
-        self.claimed = 0
         self.claims_begun = self.claims_ended = 0
         self._member = member
         self._lifecycle = lifecycle
@@ -68,6 +74,9 @@ class Dispatcher(LoopService):
         self._executor = executor
         self._backlog = backlog
         self._claimant = claimant
+        self._clock = clock
+        self._metrics = metrics
+        self._tracer = tracing.tracer()
         self._connection = database.dedicated()
         self._batch_size = FIRST
         self._claiming_paused = False
@@ -147,12 +156,15 @@ class Dispatcher(LoopService):
     async def _claim_as(self, identity: Identity, due: Sequence[DueQueue], now: float) -> None:
         # When runs of many actions wait, the instances share the queues already.
         room = min(self._executor.room, max(self._batch_size, len(due) if len(due) > MANY else 0))
+        began_ns = time.time_ns() if self._tracer is not None else 0
         async with self._connection.connection() as connection:
             rows = await self._claimant.claim(connection, identity, due, room, now)
         if self._member.identity != identity:
             # When that identity was declared gone, the same transaction made its runs pending.
             return
-        self.claimed += len(rows)
+        if rows and self._tracer is not None:
+            tracing.claimed(self._tracer, began_ns, [row[TRACE_PARENT] for row in rows])
+        self._metrics.started(rows, self._clock.instant(asyncio.get_running_loop().time()))
         if self._relay.has_followers:
             self._relay.notify(CHANGED, (row[0] for row in rows))
         self._batch_size = min(self._batch_size * GROWTH, BATCH) if len(rows) >= room else FIRST

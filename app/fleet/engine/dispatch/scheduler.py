@@ -24,9 +24,9 @@ nothing: the next instance would get them a millisecond later and find the actio
 
 "Now" is PostgreSQL's time in both statements. The instance's own clock only decides when to look.
 
-The leader waits for the next slot and is punctual. The others look `BACK_UP` later, at times that the reconciler gives
-them. So an idle cluster sends no more statements for having more instances. An instance schedules only the actions that
-its code has.
+The leader waits for the next slot and is punctual. The others look `BACK_UP` later (role `web`: `WEB_BACK_UP`), at
+times that the reconciler gives them. So an idle cluster sends no more statements for having more instances. An instance
+schedules only the actions that its code has.
 """
 
 import asyncio
@@ -50,8 +50,9 @@ from app.fleet.runs.end import LOCK_TIMEOUT_MS
 from app.fleet.runs.insert import INSERT_SLOTS
 from app.fleet.telemetry.logs import event_log
 
-# How much later than the leader the other instances schedule.
+# How much later than the leader the other instances schedule, and those of role `web`.
 BACK_UP = 1.0
+WEB_BACK_UP = 3.0
 # More than a thousand: a transaction that finds a thousand due actions knows that these are all.
 BATCH = 1024
 RETRY = 0.1
@@ -110,6 +111,8 @@ class Scheduler(LoopService):
         lifecycle: Lifecycle,
         clock: ServerClock,
         on_rush: Callable[[bool], None] = lambda _: None,
+        *,
+        back_up: float = BACK_UP,
     ) -> None:
         """`on_rush` is called with True when more is due than one transaction takes, and with False afterwards."""
         super().__init__()
@@ -121,6 +124,7 @@ class Scheduler(LoopService):
         self._lifecycle = lifecycle
         self._clock = clock
         self._on_rush = on_rush
+        self._back_up = back_up
         self._connection = database.dedicated()
         self._due: float | None = None
         # When to try again for actions that another transaction has locked.
@@ -151,7 +155,7 @@ class Scheduler(LoopService):
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
-            behind = 0.0 if self._member.leading else BACK_UP
+            behind = 0.0 if self._member.leading else self._back_up
             if self._due is None or not self._may_schedule():
                 await wait_for_event(self._wake, None if self._may_schedule() else BACK_UP)
             elif (left := self._due + behind - loop.time()) > 0:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.statements import Place, array, fetch
 from app.fleet.engine.enqueue.keys import Key, find_runs, key_of, take_keys
-from app.fleet.engine.enqueue.orders import Prepared
+from app.fleet.engine.enqueue.orders import Origin, Prepared
 from app.fleet.errors import EngineError
 from app.fleet.runs import overlap
 from app.fleet.runs.insert import INSERT, INSERT_NUMBERED, INSERT_ORDERED, INSERT_ORDERED_NUMBERED
-from app.fleet.runs.read.records import RunRecord, Trigger
+from app.fleet.runs.read.records import RunRecord
 
 DRAW_IDS = Statement("SELECT nextval('{schema}.runs_id_seq') FROM generate_series(1, %(count)s)")
 
@@ -33,16 +33,17 @@ class Triggered(NamedTuple):
     order: Prepared
     run_at: datetime | None = None
     created_at: datetime | None = None
+    origin: Origin | None = None
 
-    def record(self, by: Trigger) -> RunRecord | None:
+    def record(self) -> RunRecord | None:
         """Return the run as it was inserted; None for an earlier run, whose present state is unknown."""
-        if self.run_at is None or self.created_at is None:
+        if self.run_at is None or self.created_at is None or self.origin is None:
             return None
-        return self.order.record(self.id, self.run_at, self.created_at, by)
+        return self.order.record(self.id, self.run_at, self.created_at, self.origin)
 
 
 async def insert(
-    connection: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger, mark: str | None = None
+    connection: Place, namespace: Namespace, orders: Sequence[Prepared], origin: Origin, mark: str | None = None
 ) -> list[Triggered]:
     """Insert the runs of these orders in the transaction of `connection`; return one result for each order."""
     await refuse_active(connection, namespace, [each for each in orders if each.action.overlap == "skip"])
@@ -51,8 +52,8 @@ async def insert(
         orders = await with_ids(connection, namespace, orders)
         keyed = [each for each in orders if each.order.key is not None]
     unkeyed = [each for each in orders if each.order.key is None]
-    by_key = await insert_keyed(connection, namespace, keyed, by) if keyed else {}
-    plain = iter(await insert_unkeyed(connection, namespace, unkeyed, by, mark) if unkeyed else [])
+    by_key = await insert_keyed(connection, namespace, keyed, origin) if keyed else {}
+    plain = iter(await insert_unkeyed(connection, namespace, unkeyed, origin, mark) if unkeyed else [])
     # Two orders of a batch with the same key have the same run.
     return [next(plain) if each.order.key is None else by_key[key_of(each)] for each in orders]
 
@@ -83,15 +84,15 @@ async def with_ids(connection: Place, namespace: Namespace, orders: Sequence[Pre
 
 
 async def insert_unkeyed(
-    connection: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger, mark: str | None
+    connection: Place, namespace: Namespace, orders: Sequence[Prepared], origin: Origin, mark: str | None
 ) -> list[Triggered]:
     ids = [each.id for each in orders if each.id is not None]
-    rows = await insert_rows(connection, namespace, orders, by, ids, mark)
-    return [Triggered(row[0], True, each, row[1], row[2]) for each, row in zip(orders, rows, strict=True)]
+    rows = await insert_rows(connection, namespace, orders, origin, ids, mark)
+    return [Triggered(row[0], True, each, row[1], row[2], origin) for each, row in zip(orders, rows, strict=True)]
 
 
 async def insert_keyed(
-    connection: Place, namespace: Namespace, orders: Sequence[Prepared], by: Trigger
+    connection: Place, namespace: Namespace, orders: Sequence[Prepared], origin: Origin
 ) -> dict[Key, Triggered]:
     """Insert the orders with a free key; for the others, return the existing run."""
     by_key = {key_of(each): each for each in orders}
@@ -99,9 +100,9 @@ async def insert_keyed(
     found = {key: Triggered(run_id, False, by_key[key]) for key, run_id in existing.items()}
     if new:
         by_id = {run_id: by_key[key] for key, run_id in new.items()}
-        rows = await insert_rows(connection, namespace, list(by_id.values()), by, list(by_id))
+        rows = await insert_rows(connection, namespace, list(by_id.values()), origin, list(by_id))
         for run_id, run_at, created_at in rows:
-            found[key_of(by_id[run_id])] = Triggered(run_id, True, by_id[run_id], run_at, created_at)
+            found[key_of(by_id[run_id])] = Triggered(run_id, True, by_id[run_id], run_at, created_at, origin)
     return found
 
 
@@ -109,12 +110,12 @@ async def insert_rows(
     connection: Place,
     namespace: Namespace,
     orders: Sequence[Prepared],
-    by: Trigger,
+    origin: Origin,
     ids: Sequence[int],
     mark: str | None = None,
 ) -> Sequence[tuple[Any, ...]]:
     """Insert the rows, with these ids if there are any; return ids and instants, in the order of the ids."""
-    values = {**columns(orders, by), "mark": mark}
+    values = {**columns(orders, origin), "mark": mark}
     has_order = any(each.order.ordering_key is not None for each in orders)
     if has_order:
         values["ordering_keys"] = [each.order.ordering_key for each in orders]
@@ -124,12 +125,14 @@ async def insert_rows(
     return await fetch(connection, namespace.sql(INSERT_ORDERED if has_order else INSERT), values)
 
 
-def columns(orders: Sequence[Prepared], by: Trigger) -> dict[str, Any]:
+def columns(orders: Sequence[Prepared], origin: Origin) -> dict[str, Any]:
     return {
         "actions": array(each.action_id for each in orders),
         "priorities": array(each.priority for each in orders),
         "run_ats": array(each.order.run_at for each in orders),
         "max_attempts": array(each.action.max_attempts for each in orders),
         "payloads": [each.payload for each in orders],
-        "trigger": by,
+        "trigger": origin.trigger,
+        "request_id": origin.request_id,
+        "trace_parent": origin.trace_parent,
     }

@@ -10,6 +10,7 @@ from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.errors import EngineError
 from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read.records import RunRecord, Trigger
+from app.fleet.telemetry.tracing import trace_id_of
 
 MAX_KEY_LENGTH = 200
 # Instants that PostgreSQL and Python can both represent, in any time zone.
@@ -31,6 +32,14 @@ class Order:
     digest: str | None = None
 
 
+class Origin(NamedTuple):
+    """What triggers runs: the code of the service, or a client (`api`), in which request and in which span."""
+
+    trigger: Trigger
+    request_id: str | None = None
+    trace_parent: str | None = None
+
+
 class Prepared(NamedTuple):
     """An order that has passed the checks."""
 
@@ -50,12 +59,12 @@ class Prepared(NamedTuple):
         """Whether one statement inserts the run."""
         return self.order.key is None and self.action.overlap != "skip"
 
-    def record(self, identifier: int, run_at: datetime, created_at: datetime, by: Trigger) -> RunRecord:
+    def record(self, identifier: int, run_at: datetime, created_at: datetime, origin: Origin) -> RunRecord:
         return RunRecord(
             id=identifier,
             action=self.action.name,
             state=RunState.PENDING,
-            trigger=by,
+            trigger=origin.trigger,
             payload={} if self.payload is None else json.loads(self.payload),
             scheduled_for=None,
             run_at=run_at,
@@ -66,6 +75,8 @@ class Prepared(NamedTuple):
             result=None,
             error=None,
             progress=None,
+            request_id=origin.request_id,
+            trace_id=trace_id_of(origin.trace_parent),
             created_at=created_at,
             started_at=None,
             finished_at=None,

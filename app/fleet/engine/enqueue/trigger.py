@@ -25,9 +25,11 @@ from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.creator import current_creator
 from app.fleet.engine.enqueue.insert import Triggered, insert
-from app.fleet.engine.enqueue.orders import Order, prepare
+from app.fleet.engine.enqueue.orders import Order, Origin, prepare
 from app.fleet.runs.read.records import Trigger
 from app.fleet.stream.hub import Hub
+from app.fleet.telemetry import tracing
+from app.fleet.telemetry.logs import request_id
 
 
 class Triggers:
@@ -48,13 +50,14 @@ class Triggers:
         prepared = [prepare(self.catalogue, order) for order in orders]
         if not prepared:
             return []
-        if session is not None:
-            return await insert(session, self.database.namespace, prepared, by, mark)
-        if all(each.is_one_statement for each in prepared):
-            async with self.database.autocommit() as connection:
-                return await insert(connection, self.database.namespace, prepared, by, mark)
-        async with self.database.connection() as connection:
-            return await insert(connection, self.database.namespace, prepared, by, mark)
+        with tracing.creating([order.action for order in orders]) as trace_parent:
+            origin = Origin(by, request_id.get(), trace_parent)
+            if session is not None:
+                return await insert(session, self.database.namespace, prepared, origin, mark)
+            is_one_statement = all(each.is_one_statement for each in prepared)
+            borrowed = self.database.autocommit if is_one_statement else self.database.connection
+            async with borrowed() as connection:
+                return await insert(connection, self.database.namespace, prepared, origin, mark)
 
     async def create(
         self,

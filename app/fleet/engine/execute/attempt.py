@@ -7,16 +7,19 @@ the run writer makes them.
 
 import asyncio
 import enum
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from opentelemetry.trace import Span, Tracer
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.engine.actions.action import Action
+from app.fleet.runs.claim import Row
 from app.fleet.runs.effects.events import Event
+from app.fleet.telemetry import tracing
 
 if TYPE_CHECKING:
     from app.fleet.engine.execute.writer import RunWriter
@@ -50,27 +53,40 @@ class Attempt:
     recorded = False
     ending: Ending | None = None
     deadline = 0.0
+    # When it began, and how long it took, on the event loop's clock.
+    began = 0.0
+    seconds = 0.0
     # How long the attempt has blocked the event loop (`loop_monitor.py`).
     blocked_seconds = 0.0
     task: asyncio.Task[None] | None = None
+    # Its span, if a tracer is configured, and when the action has ended, in nanoseconds since 1970.
+    span: Span | None = None
+    ended_ns = 0
 
-    def __init__(
-        self,
-        action: Action[Any],
-        writer: "RunWriter",
-        row: tuple[int, int, int, int, int, int, int, str, datetime | None, str | None, str | None, int, str | None],
-    ) -> None:
+    def __init__(self, action: Action[Any], writer: "RunWriter", row: Row) -> None:
         """`row` has the columns of a claim (`runs/claim.py`)."""
         self.action = action
         self.limited = action.limited
         self._writer = writer
         # `events` counts the events of the run in the database, its changes of state among them.
         (
-            self.run_id, self.action_id, self.token, self.number, deaths, self.max_attempts, self.priority,
+            self.run_id, self.action_id, self.token, self.number, self.deaths, self.max_attempts, self.priority,
             self.trigger, self.scheduled_for, self.payload_text, self.checkpoint_text, self.events, self.ordering_key,
+            self.request_id, self.trace_parent,
         ) = row  # fmt: skip
         # The attempts that count against the retries of the run: not the attempts that ended with their instance.
-        self.counted_attempts = self.number - deaths
+        self.counted_attempts = self.number - self.deaths
+
+    def begin_span(self, tracer: Tracer) -> None:
+        """Begin the span of this attempt in the present task."""
+        self.span = tracing.begin_attempt(
+            tracer, self.action.name, self.run_id, self.number, self.deaths, self.trace_parent
+        )
+
+    def end_span(self, error: BaseException | None) -> None:
+        if self.span is not None:
+            tracing.end_attempt(self.span, error)
+            self.ended_ns = time.time_ns()
 
     @property
     def stopping(self) -> asyncio.Event:

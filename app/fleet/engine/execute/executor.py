@@ -40,12 +40,15 @@ from app.fleet.engine.execute.failures import UNREADABLE, FailureLog, delay_of, 
 from app.fleet.engine.execute.loop_monitor import LoopMonitor
 from app.fleet.engine.execute.threads import run_in_thread
 from app.fleet.engine.execute.writer import RunWriter
+from app.fleet.engine.figures.run_metrics import RunMetrics
 from app.fleet.errors import GiveUp, NotJson, PayloadInvalid, TryAgain
 from app.fleet.runs.claim import ACTION, WIDTH
 from app.fleet.runs.effects.states import RunState
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.relay import Relay
-from app.fleet.telemetry.logs import event_log, request_id
+from app.fleet.telemetry import tracing
+from app.fleet.telemetry.logs import current_run, event_log, request_id
+from app.fleet.telemetry.metrics import LOOP_LAG
 
 TICK = 0.1
 STUBBORN = 5.0
@@ -63,12 +66,14 @@ class Executor(Service):
         database: Database,
         catalogue: Catalogue,
         relay: Relay,
+        metrics: RunMetrics,
         on_settled: Callable[[Sequence[Attempt]], None],
     ) -> None:
         """`on_settled` gets attempts whose slots have become free."""
         super().__init__()
-        self.writer = RunWriter(database, relay, self._settle, self._stop_fenced)
+        self.writer = RunWriter(database, relay, metrics, self._settle, self._stop_fenced)
         self.abandoned = 0
+        self._metrics = metrics
         self._on_settled = on_settled
         self._concurrency = settings.concurrency
         self._pause_timeout = settings.pause_timeout
@@ -82,6 +87,7 @@ class Executor(Service):
         self._errors = LoopErrors(log, service="executor", defect="engine.defect", defect_pause=0.0)
         self._ticks: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._tracer = tracing.tracer()
 
     @property
     def attempts(self) -> dict[int, Attempt]:
@@ -111,7 +117,8 @@ class Executor(Service):
             self._end(former, Ending.FENCED)
             self._abandon(former)
         self._running[attempt.run_id] = attempt
-        attempt.deadline = self._loop.time() + action.timeout
+        attempt.began = self._loop.time()
+        attempt.deadline = attempt.began + action.timeout
         # Made directly, and not by the task factory of the loop: nothing that `_execute` runs raises SystemExit.
         attempt.task = asyncio.Task(self._execute(attempt, action), loop=self._loop)
 
@@ -173,8 +180,10 @@ class Executor(Service):
         """Enforce deadlines, and abandon attempts that ignore their cancellation."""
         assert self._loop is not None
         while True:
+            due = self._loop.time() + TICK
             await asyncio.sleep(TICK)
             now = self._loop.time()
+            LOOP_LAG.observe(max(0.0, now - due))
             self._loop_monitor.tick()
             for attempt in [attempt for attempt in self._running.values() if attempt.deadline < now]:
                 async with self._errors.logged():
@@ -186,9 +195,12 @@ class Executor(Service):
     # -- one attempt --------------------------------------------------------------------------------------------------
 
     async def _execute(self, attempt: Attempt, action: Action[Any]) -> None:
-        # Every line that the attempt logs has it.
-        request_id.set(f"run/{attempt.run_id}")
+        # Every line that the attempt logs has both.
+        request_id.set(attempt.request_id)
+        current_run.set(attempt.run_id)
         current_attempt.set(attempt)
+        if self._tracer is not None:
+            attempt.begin_span(self._tracer)
         run: Run[Any] = Run(attempt)
         try:
             if not action.plain:
@@ -199,9 +211,11 @@ class Executor(Service):
                 value = await action.handler(run)
             result = None if value is None or attempt.committed else as_json(value, "what it returned", MAX_RESULT)
         except BaseException as error:  # noqa: BLE001 — whatever an action raises affects its own attempt alone
+            attempt.end_span(error)
             if self._leave(attempt):
                 self._record_error(attempt, action, error)
         else:
+            attempt.end_span(None)
             if self._leave(attempt):
                 self._record_return(attempt, action, result)
         # The context of the task refers to the attempt: without this, only the garbage collector would free both.
@@ -212,12 +226,14 @@ class Executor(Service):
         if self._running.get(attempt.run_id) is not attempt:
             return False
         del self._running[attempt.run_id]
+        assert self._loop is not None
+        attempt.seconds = self._loop.time() - attempt.began
         return True
 
     def _record_return(self, attempt: Attempt, action: Action[Any], result: str | None) -> None:
         assert self._loop is not None
         if attempt.committed:
-            self.writer.outcomes[RunState.SUCCEEDED] += 1
+            self._metrics.ended([attempt], RunState.SUCCEEDED)
             self._record_nothing(attempt)
         elif attempt.ending is Ending.FENCED:
             attempt.refuse("completion")
@@ -238,7 +254,7 @@ class Executor(Service):
     def _record(self, attempt: Attempt, action: Action[Any], error: BaseException) -> None:
         if attempt.committed:
             # The effects and the completion are durable; an exception after them changes neither.
-            self.writer.outcomes[RunState.SUCCEEDED] += 1
+            self._metrics.ended([attempt], RunState.SUCCEEDED)
             self._record_nothing(attempt)
             log.warning("run.failed_after_commit", run=attempt.run_id, action=action.name, reason=reason_of(error))
         elif attempt.ending is Ending.FENCED:

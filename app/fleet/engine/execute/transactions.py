@@ -22,6 +22,7 @@ from app.fleet.errors import EngineError
 from app.fleet.runs.attempt_writes import GUARD
 from app.fleet.runs.end import COMPLETE
 from app.fleet.stream.relay import CHANGED, Relay
+from app.fleet.telemetry import tracing
 
 if TYPE_CHECKING:
     from app.fleet.engine.execute.writer import RunWriter
@@ -43,22 +44,23 @@ class RunTransactions:
             if in_block and not of.in_nested_transaction():
                 raise EngineError("run.commit() commits at the end of its block: do not commit its session inside")
 
-        async with self._database.session() as session:
-            event.listen(session.sync_session, "before_commit", refuse_commit)
-            yield session
-            in_block = False
-            # Its events happened before its end.
-            await self._writer.until_events_are_written(attempt)
-            values = {
-                "ids": [attempt.run_id],
-                "tokens": [attempt.token],
-                "states": None,
-                "results": [result()],
-                "errors": None,
-            }
-            if not await fetch(session, self._database.namespace.sql(COMPLETE), values):
-                self._writer.refuse(attempt, "commit")
-                raise fenced(attempt)
+        with tracing.spanning("commit", {"messaging.message.id": str(attempt.run_id)}):
+            async with self._database.session() as session:
+                event.listen(session.sync_session, "before_commit", refuse_commit)
+                yield session
+                in_block = False
+                # Its events happened before its end.
+                await self._writer.until_events_are_written(attempt)
+                values = {
+                    "ids": [attempt.run_id],
+                    "tokens": [attempt.token],
+                    "states": None,
+                    "results": [result()],
+                    "errors": None,
+                }
+                if not await fetch(session, self._database.namespace.sql(COMPLETE), values):
+                    self._writer.refuse(attempt, "commit")
+                    raise fenced(attempt)
         self._relay.notify(CHANGED, [attempt.run_id])
 
     async def guard(self, attempt: Attempt, session: AsyncSession) -> None:

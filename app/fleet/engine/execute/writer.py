@@ -55,6 +55,7 @@ from app.fleet.engine.execute.failures import storable
 from app.fleet.engine.execute.threads import wait_from_thread
 from app.fleet.engine.execute.transactions import RunTransactions
 from app.fleet.engine.execute.unwritten import Kind, Unwritten
+from app.fleet.engine.figures.run_metrics import RunMetrics
 from app.fleet.errors import EngineError
 from app.fleet.runs.effects.events import Event
 from app.fleet.runs.effects.states import RunState
@@ -64,8 +65,7 @@ from app.fleet.telemetry.redaction import describe
 
 Answer = TypeVar("Answer")
 
-# For metrics: how an attempt can end, and which writes can be refused because of an old token.
-OUTCOMES = (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, "retried", "paused")
+# For metrics: which writes can be refused because of an old token.
 WRITES = ("completion", "checkpoint", "event", "guard", "commit", "once")
 
 RETRY = 0.1
@@ -87,6 +87,7 @@ class RunWriter:
         self,
         database: Database,
         relay: Relay,
+        metrics: RunMetrics,
         on_settled: Callable[[Sequence[Attempt]], None],
         on_fenced: Callable[[Attempt], None],
     ) -> None:
@@ -94,9 +95,9 @@ class RunWriter:
         # Set when the executor pauses; actions see it as `run.stopping`.
         self.stopping = asyncio.Event()
         self.fenced: Counter[str] = Counter()
-        self.outcomes: Counter[str] = Counter()
         self.transactions = RunTransactions(database, relay, self)
         self._relay = relay
+        self._metrics = metrics
         self._namespace = database.namespace
         self._settled = on_settled
         self._on_fenced = on_fenced
@@ -315,10 +316,10 @@ class RunWriter:
         outcome = await batches.requeue(connection, self._namespace, batch, sent_before=sent_before)
         self._settle_others(outcome)
         self._unwritten.returned[:0] = outcome.locked
-        self.outcomes.update(
-            RunState.CANCELLED if each.attempt.run_id in outcome.cancelled else "paused" if each.paused else "retried"
-            for each in outcome.written
-        )
+        for each in outcome.written:
+            cancelled = each.attempt.run_id in outcome.cancelled
+            ended_as = RunState.CANCELLED if cancelled else "paused" if each.paused else "retried"
+            self._metrics.ended([each.attempt], ended_as)
         self._settled([each.attempt for each in outcome.written])
 
     async def _finish(self, connection: Connection, batch: Sequence[Ended]) -> None:
@@ -330,10 +331,9 @@ class RunWriter:
         outcome = await batches.finish(connection, self._namespace, batch, plain=plain)
         self._settle_others(outcome)
         self._unwritten.ended[:0] = outcome.locked
-        if plain:
-            self.outcomes[RunState.SUCCEEDED] += len(outcome.written)
-        else:
-            self.outcomes.update(each.state or RunState.SUCCEEDED for each in outcome.written)
+        for state in {each.state for each in outcome.written}:
+            attempts = [each.attempt for each in outcome.written if each.state is state]
+            self._metrics.ended(attempts, state or RunState.SUCCEEDED)
         self._settled([each.attempt for each in outcome.written])
 
     def _settle_others(self, outcome: batches.Outcome[Any]) -> None:

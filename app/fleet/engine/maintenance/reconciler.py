@@ -12,7 +12,7 @@ Notifications make the engine quick, and any of them may be lost. The rows of `R
     limit    an action with a limit                           its claims are counted, whatever our code declares
     ready    (one) the number of instances                    which instance reads the runs of all
     now      (one) PostgreSQL's time, and how many ready      when to look for work; which part of many queues is ours
-             instances have the same actions
+             instances execute the same actions
 
 The interval varies at random, so that instances that started together do not read together. The leader acts on `lapsed`
 and `slot` at once. The others wait for `BACK_UP` and then act too: the leader's event loop may be blocked while its
@@ -100,7 +100,7 @@ UNION ALL
 SELECT 'now', count(*) FILTER (WHERE i.id < %(me)s), count(*), clock_timestamp(),
        EXISTS (SELECT FROM {{schema}}.standby WHERE instance_id = %(me)s)
 FROM {{schema}}.standby AS s
-JOIN {{schema}}.instances AS i ON i.id = s.instance_id AND i.state = 'ready'
+JOIN {{schema}}.instances AS i ON i.id = s.instance_id AND i.state = 'ready' AND i.role <> 'web'
 WHERE s.action_ids = (SELECT action_ids FROM {{schema}}.standby WHERE instance_id = %(me)s)
 """)
 
@@ -123,8 +123,6 @@ class Reconciler(LoopService):
         """`on_slot` gets the time at which the next slot of our actions is due."""
         super().__init__()
         self.reads = 0
-        # How long the run that has been due for longest has waited, of any action, in seconds.
-        self.oldest_wait = 0.0
         self._database = database
         self._member = member
         self._catalogue = catalogue
@@ -182,7 +180,7 @@ class Reconciler(LoopService):
             self._backlog.part = (before_us % max(1, alike), max(1, alike))
             self._clock.learn(server_now, now)
             self._claimant.limited = {action_id for action_id, *_ in by_kind.get("limit", [])}
-            self._add_queues(by_kind.get("queue", []), server_now, now)
+            self._add_queues(by_kind.get("queue", []), now)
             for _, _, next_run_at, _ in by_kind.get("slot", []):
                 self._on_slot(next_run_at)
             if not announced:
@@ -202,11 +200,10 @@ class Reconciler(LoopService):
             self._sound_since = now
         self._read_at = now
 
-    def _add_queues(self, queues: list[tuple[Any, ...]], server_now: datetime, now: float) -> None:
+    def _add_queues(self, queues: list[tuple[Any, ...]], now: float) -> None:
         for action_id, priority, run_at, _ in queues:
             self._backlog.add(action_id, priority, run_at, now)
         self._dispatcher.wake()
-        self.oldest_wait = max([0.0, *((server_now - run_at).total_seconds() for _, _, run_at, _ in queues)])
 
     def _reads_all(self) -> bool:
         """Return whether this read includes the runs of all instances: the leader's do, the others take turns."""

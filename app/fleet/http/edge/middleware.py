@@ -25,6 +25,8 @@ import asyncio
 import random
 import re
 import secrets
+from collections.abc import MutableMapping
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -309,6 +311,12 @@ class Exchange:
 def is_disconnect(errors: "ExceptionGroup[Exception]") -> bool:
     """Whether these are the errors that the framework raises for a stream that was disconnected while it sent."""
     return errors.split((anyio.BrokenResourceError, anyio.ClosedResourceError))[1] is None
+
+
+def is_not_traced(scope: MutableMapping[str, Any]) -> bool:
+    """Whether a request gets no span: probes and scrapes are many, and a stream lasts for a quarter of an hour."""
+    path = scope["path"]
+    return path in {*PROBES, "/metrics"} or path.endswith(STREAM_SUFFIX)
 
 
 def request_id_of(given: str | None) -> str:

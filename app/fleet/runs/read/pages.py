@@ -53,7 +53,8 @@ def listed(table: str, result: str, finished_at: str) -> str:
            CASE WHEN short.result THEN {result} END AS result,
            CASE WHEN short.error THEN r.error END AS error,
            CASE WHEN short.progress THEN r.progress END AS progress,
-           r.created_at, r.started_at, {finished_at} AS finished_at,
+           r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at,
+           {finished_at} AS finished_at,
            CASE WHEN false IN (short.payload, short.result, short.error, short.progress)
                 THEN json_strip_nulls(json_build_object(
                     'payload', CASE WHEN NOT short.payload THEN left(r.payload::text, {EXTRACT}) END,

@@ -39,6 +39,9 @@ class RunRecord:
     result: Any
     error: str | None
     progress: Any
+    # The HTTP request that triggered it, directly or through other runs, and the trace of that request.
+    request_id: str | None
+    trace_id: str | None
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -52,12 +55,12 @@ class RunRecord:
 ACTIVE_COLUMNS = """
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
-r.created_at, r.started_at, NULL::timestamptz AS finished_at
+r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, NULL::timestamptz AS finished_at
 """
 FINISHED_COLUMNS = """
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, r.result, r.error, r.progress,
-r.created_at, r.started_at, r.finished_at
+r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, r.finished_at
 """
 
 FIND = Statement(f"""

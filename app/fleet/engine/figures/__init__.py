@@ -1,0 +1,1 @@
+"""What `GET /metrics` shows about runs, and about the whole cluster."""
