@@ -1,9 +1,9 @@
 """Leadership: one instance does the cluster's housekeeping, and it is replaced at once when its session ends.
 
-Every instance keeps one session in the queue for the lock on the view `leader_turn`. The holder of the lock is the
-leader. PostgreSQL grants the lock to the next session within milliseconds of the end of the holder's session, whether
-the process ended, the instance drained, or the server ended a frozen instance's lease. No instance polls, and a
-follower's session executes no statement while it waits.
+Every instance (of role `web`: see below) keeps one session in the queue for the lock on the view `leader_turn`. The
+holder of the lock is the leader. PostgreSQL grants the lock to the next session within milliseconds of the end of the
+holder's session, whether the process ended, the instance drained, or the server ended a frozen instance's lease. No
+instance in the queue polls, and a follower's session executes no statement while it waits.
 
 Why a table lock and not `pg_advisory_lock`: a session that is blocked in a SELECT holds a snapshot for as long as it
 waits, which is without end here. Vacuum could not remove newer dead rows anywhere in the database, and no index could
@@ -20,8 +20,9 @@ statement renews the lease of the leader's session. It declares an instance gone
     on another server (restart, failover), or this   RELINK_GRACE: all locks were free at once, and the other
       instance's own link has just reconnected       instances need time to reconnect
 
-An instance of role `web` queues only while no instance of another role does. It looks at every heartbeat: if one is in
-the queue, it leaves the queue, or its term ends. So if the last worker dies, there is no leader for up to a second.
+An instance of role `web` queues only while no instance of another role does. It looks at every heartbeat, with a
+statement on its link: if one is in the queue, it leaves the queue, or its term ends. So if the last worker dies, there
+is no leader for up to a second.
 
 No safety depends on leadership. If there were two leaders, they would do the same work twice, and each `declare_gone`
 is guarded by the presence lock of the instance it is about (`registry.py`).

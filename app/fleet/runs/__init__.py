@@ -42,7 +42,7 @@ Why a late writer cannot commit. Every write of an attempt requires its token *a
 takeover no row matches: the run is pending with the same token, or was claimed again with the next token, or has ended
 and has no row in `runs`. `run.commit` sends COMPLETE in the transaction of the run's effects. If COMPLETE matches no
 row, the transaction is rolled back, with the effects. If it matches, it has locked the row until the commit, and the
-statements that take a run over (RESCUE_ORPHANED, RESCUE_OVERDUE, CLAIM) skip locked rows. If one of them has locked the
+statements of a takeover (the rescues, and the next claim) skip locked rows. If one of them has locked the
 row first, COMPLETE waits for it, and READ COMMITTED checks its condition again on the changed row.
 
 `run.guard` locks the row FOR KEY SHARE (`attempt_writes.py`), with the same effect. REQUEUE, which the attempt itself

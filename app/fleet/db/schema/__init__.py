@@ -9,6 +9,8 @@ Only the owner writes a table, and no room below the owner names it (`tests/unit
     engine.py           app/fleet/engine
     once.py             app/fleet/engine/once
 
+The views (`leader_turn`, `runnable_runs`, `worker_backlog`) are in the migration alone.
+
 No table names its PostgreSQL schema, which is the namespace's: `Namespace.sql` or SQLAlchemy's translation map adds it.
 """
 

@@ -19,7 +19,8 @@ From SIGKILL to the next attempt:
        the dispatcher (`Engine._runs_wait`)
     5  an instance claims the run (CLAIM, with the next token), and its executor begins the attempt
 
-If the notification is lost, the reconciler finds the queue within two seconds.
+If the notification is lost, the reconciler finds the queue within two seconds. If another transaction has locked the
+instance's row in step 3, the leader ends the instance's pool sessions and tries again (`cluster/registry.py`).
 
 The statements (`runs/requeue.py`) lock the rows FOR UPDATE and skip locked rows: a guarded transaction (`run.guard`)
 has locked the row of its run, and the run is not rescued before that transaction ends. `sweep`, which the reconciler

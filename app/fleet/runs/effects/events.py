@@ -7,11 +7,11 @@
     n   state      {"state": "succeeded", …}      the run has ended; or is `pending` again, and so on
 
 The events that a run emits are appended in batches. Each batch is one statement. It first increases the event counter
-in the run's row, and only if the row still has the token. This fences the writer, and the lock on the row prevents two
-batches from drawing the same number. A fenced attempt draws no number and writes no event; neither does an attempt
-whose row another transaction has locked, until that transaction ends. The statement increases the counter from the
-value that the attempt expects. If a batch is sent again because its response was lost, the counter has another value,
-and the statement writes nothing.
+in the run's row, and only if the row is running and still has the token. This fences the writer, and the lock on the
+row prevents two batches from drawing the same number. A fenced attempt draws no number and writes no event; neither
+does an attempt whose row another transaction has locked, until that transaction ends. The statement increases the
+counter from the value that the attempt expects. If a batch is sent again because its response was lost, the counter has
+another value, and the statement writes nothing.
 
 A change of state draws its number from the same counter, in the statement that changes the state, so the events cannot
 contradict the row. Most changes are never written as events: the row has what is needed to build the events for its

@@ -13,7 +13,8 @@ A new state touches:
                                             state without an event is a gap in the numbers, at which readers stop
     `runs/claim.py`, `claim_ordered.py`     ALLOWED counts running runs; any unfinished head blocks its ordering key
     `engine/actions/admin.py`               LIST: the newest run of an action
-    `engine/execute/writer.py`              OUTCOMES, for metrics
+    `engine/figures/run_metrics.py`         OUTCOMES, for metrics
+    the views, in a migration               `runnable_runs`, `worker_backlog`: which runs wait, and which run
     `engine/once/statements.py`             a key belongs to its run only while the run is running
     `engine/enqueue/following.py`           `result`, if the state is an end
     `cli/`                                  runs.py, follow.py, trigger.py: the texts for people
