@@ -134,8 +134,10 @@ async def test_a_batch_is_inserted_with_one_statement_whatever_its_size(
 
     async def recorded(connection: Any, query: Any, *given: Any, **more: Any) -> Any:
         # Without the scheduler's insert, which it sends once when it starts.
-        if re.search(rb"INSERT INTO \S+\.runs ", query) and b"slot:" not in query:
-            inserts.append(query)
+        # A connection that is opened late has its settings sent as a text.
+        sent = query.encode() if isinstance(query, str) else query
+        if re.search(rb"INSERT INTO \S+\.runs ", sent) and b"slot:" not in sent:
+            inserts.append(sent)
         return await genuine(connection, query, *given, **more)
 
     monkeypatch.setattr(psycopg.AsyncConnection, "execute", recorded)
