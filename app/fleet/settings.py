@@ -2,8 +2,8 @@
 
 Each setting is an environment variable with the prefix `FLOTILLA_`, a line in `.env`, or a file in the directory
 `FLOTILLA_SECRETS_DIR`, in this order. `DATABASE_URL` and `DATABASE_DIRECT_URL` also work without the prefix, because
-platforms provide them so. An unknown `FLOTILLA_` name is an
-error: otherwise a typing error would silently leave the default in place, and be found in production.
+platforms provide them so. An unknown `FLOTILLA_` name is an error: otherwise a typing error would silently leave the
+default in place, and be found in production.
 
 `docs/reference/settings.md` says what each setting means. Durations are in seconds, sizes in bytes. A service adds its
 own settings in a subclass (`app/settings.py`).

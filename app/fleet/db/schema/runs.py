@@ -96,7 +96,7 @@ runs = Table(
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
     Column("started_at", DateTime(timezone=True)),
     Column("deadline_at", DateTime(timezone=True)),
-    # The HTTP request that triggered the run, or the run that triggered this one. Null for a scheduled run.
+    # The request that triggered the run, directly or through other runs. Null for a scheduled run.
     Column("request_id", Text),
     # The span in which the run was triggered, as in a `traceparent` header; null without tracing.
     Column("trace_parent", Text),
