@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +19,7 @@ from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.figures import cluster_figures
 from app.fleet.engine.figures.run_metrics import RunMetrics
 from app.fleet.runs.effects.states import RunState
+from app.fleet.telemetry import tracing
 from app.fleet.telemetry.metrics import MAX_NAMES, OTHERS
 from tests.support.runs import LocalInstance, local_instance, soon
 
@@ -174,6 +176,39 @@ async def test_metrics_of_the_service_the_process_and_the_garbage_collector_are_
     names = {name for name, _ in found}
     assert {"process_cpu_seconds_total", "process_resident_memory_bytes", "python_gc_collections_total"} <= names
     assert {"flotilla_event_loop_lag_seconds_count", "flotilla_pool_wait_seconds_count"} <= names
+
+
+async def test_before_the_time_of_postgresql_is_known_no_wait_is_measured() -> None:
+    async def nothing(_: Run) -> None: ...
+
+    catalogue = Catalogue({"a": action("a")(nothing)})
+    catalogue.set_ids({"a": 1})
+    metrics = RunMetrics(catalogue)
+    metrics.started([(1, 1, 1, 1, 0, 1, 0, "code", None, None, None, 2, None, None, None, False, LATER)], None)
+    samples = {(s.name, s.labels.get("action")): s.value for family in metrics.collect() for s in family.samples}
+    assert samples["flotilla_runs_started_total", "a"] == 1
+    assert ("flotilla_run_wait_seconds_count", "a") not in samples
+
+
+async def test_a_span_processor_that_raises_affects_no_run(
+    address: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(SpanProcessor):
+        def on_end(self, span: object) -> None:
+            if getattr(span, "name", "").split()[0] in {"process", "settle", "receive"}:
+                raise RuntimeError("the collector of the service is broken")
+
+    provider = TracerProvider()
+    provider.add_span_processor(Broken())
+    monkeypatch.setattr(tracing, "tracer", lambda: provider.get_tracer("test"))
+    monkeypatch.setattr(tracing, "failed", set())
+    async with local_instance(address, concurrency=3) as here:
+        for _ in range(5):
+            assert (await here.run("noop")).state == "succeeded"
+        await here.engine.executor.writer.empty()
+        assert here.engine.executor.room == 3, "every slot is free again"
+    lines = [line for line in capfd.readouterr().err.splitlines() if "tracing.failed" in line]
+    assert len(lines) == 3
 
 
 async def test_more_actions_than_the_limit_share_one_series() -> None:

@@ -23,8 +23,9 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from opentelemetry import trace
+
 from app.fleet.telemetry.redaction import HIDDEN, printable, redact
-from app.fleet.telemetry.tracing import current_trace_id
 
 # The request to which the present code belongs: its own id, or that of the request which triggered the present run.
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
@@ -132,7 +133,8 @@ class Formatter(logging.Formatter):
 
 def context() -> dict[str, Any]:
     """Return the run and the trace to which the present code belongs, if any."""
-    around = {"run": current_run.get(), "trace_id": current_trace_id()}
+    span = trace.get_current_span().get_span_context()
+    around = {"run": current_run.get(), "trace_id": trace.format_trace_id(span.trace_id) if span.is_valid else None}
     return {key: value for key, value in around.items() if value is not None}
 
 

@@ -31,16 +31,20 @@ from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from app.fleet.telemetry.logs import event_log
+
 HEADER = "traceparent"
 SYSTEM = {"messaging.system": "flotilla"}
-# The characters of a trace id in `traceparent`, for SQL: the first one and how many.
-TRACE_ID = (4, 32)
 # So many runs of a claim are linked.
 MAX_LINKS = 100
 
 propagator = TraceContextTextMapPropagator()
 # The name of this instance.
 identity = {"messaging.client.id": ""}
+# The places whose error is in the log.
+failed: set[str] = set()
+
+log = event_log(__name__)
 
 
 def set_defaults(service: str) -> None:
@@ -74,15 +78,8 @@ def trace_parent_of(span: Span) -> str | None:
     return carrier.get(HEADER)
 
 
-def current_trace_id() -> str | None:
-    """Return the id of the trace to which the present code belongs."""
-    context = trace.get_current_span().get_span_context()
-    return trace.format_trace_id(context.trace_id) if context.is_valid else None
-
-
 def trace_id_of(trace_parent: str | None) -> str | None:
-    first, length = TRACE_ID
-    return trace_parent[first - 1 : first - 1 + length] if trace_parent else None
+    return trace_parent[3:35] if trace_parent else None
 
 
 def messaging(action: str, operation: str, kind: str) -> dict[str, Any]:
@@ -137,6 +134,17 @@ def creating(actions: Sequence[str]) -> Iterator[str | None]:
 # -- claiming and executing -------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def contained(what: str) -> Iterator[None]:
+    """Log an error of the tracer, once for each place: the runs must not depend on a span processor of the service."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 — whatever a processor or an exporter raises
+        if what not in failed:
+            failed.add(what)
+            log.error("tracing.failed", what=what, error=error)
+
+
 def claimed(own: Tracer, began_ns: int, trace_parents: Sequence[str | None]) -> None:
     """Make the span of a claim that found runs."""
     links = [
@@ -170,7 +178,8 @@ def begin_attempt(own: Tracer, action: str, run_id: int, number: int, deaths: in
     links = []
     created = trace.get_current_span(parent).get_span_context()
     if number > 1 and created.is_valid:
-        why = "takeover" if deaths else "retry"
+        # How the earlier attempts ended.
+        why = "retry" if not deaths else "takeover" if deaths == number - 1 else "retry, takeover"
         links = [Link(created, {"flotilla.attempt": number, "flotilla.why": why})]
     span = own.start_span(f"process {action}", parent, kind=SpanKind.CONSUMER, attributes=attributes, links=links)
     contexts.attach(trace.set_span_in_context(span))

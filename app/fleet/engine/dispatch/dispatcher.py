@@ -162,14 +162,17 @@ class Dispatcher(LoopService):
         if self._member.identity != identity:
             # When that identity was declared gone, the same transaction made its runs pending.
             return
-        if rows and self._tracer is not None:
-            tracing.claimed(self._tracer, began_ns, [row[TRACE_PARENT] for row in rows])
-        self._metrics.started(rows, self._clock.instant(asyncio.get_running_loop().time()))
         if self._relay.has_followers:
             self._relay.notify(CHANGED, (row[0] for row in rows))
         self._batch_size = min(self._batch_size * GROWTH, BATCH) if len(rows) >= room else FIRST
         for row in rows:
             self._executor.begin(row)
+        # After that, so that no error here keeps a claimed run from its beginning.
+        now = asyncio.get_running_loop().time()
+        self._metrics.started(rows, self._clock.instant(now) if self._clock.known else None)
+        if rows and self._tracer is not None:
+            with tracing.contained("receive"):
+                tracing.claimed(self._tracer, began_ns, [row[TRACE_PARENT] for row in rows])
         if 0 < len(rows) < room:
             # They begin before the next claim. In a flood the next claim is sent while they run.
             await asyncio.sleep(0)

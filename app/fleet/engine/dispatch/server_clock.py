@@ -16,6 +16,11 @@ class ServerClock:
     at: datetime = LONG_AGO
     loop_at: float = 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether an answer has come yet."""
+        return self.loop_at != 0.0
+
     def learn(self, at: datetime, loop_at: float) -> None:
         self.at, self.loop_at = at, loop_at
 
@@ -25,6 +30,6 @@ class ServerClock:
 
     def loop_time(self, instant: datetime) -> float:
         """Return the event loop's time at an instant; 0, which is in the past, before the first answer."""
-        if self.loop_at == 0.0:
+        if not self.known:
             return 0.0
         return self.loop_at + (instant - self.at).total_seconds()

@@ -79,14 +79,16 @@ class Attempt:
 
     def begin_span(self, tracer: Tracer) -> None:
         """Begin the span of this attempt in the present task."""
-        self.span = tracing.begin_attempt(
-            tracer, self.action.name, self.run_id, self.number, self.deaths, self.trace_parent
-        )
+        with tracing.contained("process"):
+            self.span = tracing.begin_attempt(
+                tracer, self.action.name, self.run_id, self.number, self.deaths, self.trace_parent
+            )
 
     def end_span(self, error: BaseException | None) -> None:
         if self.span is not None:
-            tracing.end_attempt(self.span, error)
             self.ended_ns = time.time_ns()
+            with tracing.contained("process"):
+                tracing.end_attempt(self.span, error)
 
     @property
     def stopping(self) -> asyncio.Event:

@@ -40,7 +40,8 @@ class EndedAttempt(Protocol):
     """An attempt, as far as it is counted."""
 
     action_id: int
-    # How long the action ran, and when it ended, in nanoseconds since 1970.
+    # When the action began (0: it did not), how long it ran, and when it ended, in nanoseconds since 1970.
+    began: float
     seconds: float
     ended_ns: int
     span: Span | None
@@ -61,13 +62,13 @@ class RunMetrics:
         )
         self._durations = TimingsByName("flotilla_run_duration_seconds", "How long an attempt took", "action")
 
-    def started(self, rows: Sequence[Row], at: datetime) -> None:
-        """Count claimed runs; `at` is PostgreSQL's time at the claim."""
+    def started(self, rows: Sequence[Row], at: datetime | None) -> None:
+        """Count claimed runs; `at` is PostgreSQL's time at the claim, if this instance knows it."""
         for action_id, own in grouped(rows, lambda row: int(row[ACTION])):
             name = self._name(action_id)
             self._started[name] += len(own)
             first = [row for row in own if row[EVENTS] == FIRST_ATTEMPT]
-            if not first:
+            if not first or at is None:
                 continue
             self._waits.of(name).add([(at - row[RUN_AT]) // MICROSECOND for row in first])
             slots = [slot for row in first if (slot := row[SCHEDULED_FOR]) is not None]
@@ -80,12 +81,13 @@ class RunMetrics:
             for attempt in attempts:
                 if attempt.span is not None:
                     name = self._name(attempt.action_id)
-                    tracing.settled(self._tracer, attempt.span, name, attempt.ended_ns, outcome)
+                    with tracing.contained("settle"):
+                        tracing.settled(self._tracer, attempt.span, name, attempt.ended_ns, outcome)
         self.outcomes[outcome] += len(attempts)
         for action_id, own in grouped(attempts, lambda attempt: attempt.action_id):
             name = self._name(action_id)
             self._ended[name, outcome] += len(own)
-            self._durations.of(name).add([int(attempt.seconds * 1e6) for attempt in own])
+            self._durations.of(name).add([int(attempt.seconds * 1e6) for attempt in own if attempt.began])
 
     def collect(self) -> Iterator[Metric]:
         # An action has all its counters from the first scrape on: an increase from nothing to 1 is no increase.
