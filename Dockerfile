@@ -29,11 +29,14 @@ FROM ${BASE}
 RUN rm -rf "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/pip* /usr/local/bin/pip*
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /srv/flotilla /srv/flotilla
+# What lists and metrics show for the instances of this image: --build-arg VERSION=$(git rev-parse --short HEAD)
+ARG VERSION
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONPATH=/srv/flotilla \
     PYTHONUNBUFFERED=1 \
     FLOTILLA_ENVIRONMENT=production \
-    FLOTILLA_HOST=0.0.0.0
+    FLOTILLA_HOST=0.0.0.0 \
+    FLOTILLA_VERSION=${VERSION}
 WORKDIR /srv/flotilla
 # A number, because `runAsNonRoot` cannot check a name. This user owns no file and can change nothing in the image.
 USER 10001:10001

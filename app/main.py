@@ -42,7 +42,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         # Its own handlers of errors would send their texts, which may have secrets.
         telemetry={"auto_configure": True, "logs": False, "exclude": is_not_traced},
     )
-    app.state.fleet = Context(settings, version=__version__)
+    app.state.fleet = Context(settings, version=settings.version or __version__)
     error_handlers.install(app)
     openapi.install(app)
     for module in (problems, health, metrics):

@@ -16,8 +16,9 @@
     locks        a lock without contention, one with a hundred contenders on three instances,  p50 ≤ 2 ms; p99 ≤ 20 ms;
                  a thousand locks of one instance; a singleton whose instance ends             1 renewal per heartbeat
     limits       1,000 permits a second for three instances together, and their cost           ± 1 %, ≤ 50 statements/s
-    idle         statements per second of 1, 5 and 20 instances without work                   ≤ 2 follower, ≤ 10 leader
-    takeover     SIGKILL of an instance until it is declared gone, and until a new leader      p99 ≤ 500 ms
+    idle         statements per second and CPU of 1, 10 and 50 instances without work          ≤ 2 follower, ≤ 10 leader
+    takeover     SIGKILL of one of 3 and of 50 instances until it is declared gone, and until  p99 ≤ 500 ms
+                 there is a new leader
     outage       all instances ready again after an outage of PostgreSQL; a frozen one gone    ≤ 3 s, ≤ 7 s
     start        `flotilla up` until three instances are ready, the first and the second time  ≤ 5 s the second time
 

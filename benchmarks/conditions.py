@@ -20,6 +20,8 @@ SETTINGS = {"fsync": "on", "max_wal_size": "4GB", "min_wal_size": "1GB", "shared
 SEGMENTS = 40
 DURABILITY = ("fsync", "synchronous_commit", "full_page_writes")
 ACTIONS = "benchmarks.actions"
+# So many instances start at once.
+WAVE = 5
 
 
 def two_cores() -> None:
@@ -60,6 +62,11 @@ def shown_by(session: psycopg.Connection[tuple[object, ...]], name: str) -> str:
     row = session.execute(f"SHOW {name}").fetchone()
     assert row is not None
     return str(row[0])
+
+
+def start_in_waves(fleet: Fleet, count: int) -> list[InstanceProcess]:
+    """Start many instances, a few at a time: each of them uses a core for more than a second."""
+    return [instance for first in range(0, count, WAVE) for instance in fleet.start(min(WAVE, count - first))]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """From SIGKILL of an instance until its row is `gone`, and until there is a new leader, as PostgreSQL shows them.
 
-The instances are real processes on the embedded PostgreSQL 18 with durability on. The clock starts just before the
+The instances are real processes on the embedded PostgreSQL 18, as the tests start it. The clock starts just before the
 signal is sent, and stops when a query that is repeated without pause sees the change.
 """
 
@@ -13,12 +13,13 @@ import psycopg
 
 from app.fleet.cluster.registry import Registry, Session
 from app.fleet.db.namespace import Namespace
+from benchmarks.conditions import start_in_waves
 from benchmarks.report import distribution, histogram
 from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.postgres import eventually, server
 
-INSTANCES = 3
-ROUNDS = 40
+# How many instances there are, and how many of each kind are killed.
+SIZES = ((3, 40), (50, 40))
 REGISTRY = Registry(Namespace("flotilla"))
 GONE = "SELECT state = 'gone' FROM flotilla.instances WHERE id = %s"
 LEADER = """
@@ -28,22 +29,27 @@ WHERE l.locktype = 'relation' AND l.granted AND l.relation = 'flotilla.leader_tu
 
 
 def run(*, short: bool) -> None:
-    rounds = 1 if short else ROUNDS
+    for instances, rounds in ((3, 1),) if short else SIZES:
+        measure(instances, rounds)
+
+
+def measure(size: int, rounds: int) -> None:
     with (
         server() as postgres,
         tempfile.TemporaryDirectory() as folder,
         Fleet(postgres.address_of(), Path(folder), FLOTILLA_LOG_LEVEL="warning") as fleet,
         psycopg.connect(postgres.address_of(), autocommit=True) as session,
     ):
-        instances = {instance.me()["id"]: instance for instance in fleet.start(INSTANCES)}
-        print(f"{INSTANCES} instances; {rounds} kills of a follower, {rounds} of the leader\n")
+        instances = {instance.me()["id"]: instance for instance in start_in_waves(fleet, size)}
+        print(f"{size} instances, all ready; {rounds} kills of a follower, {rounds} of the leader\n", flush=True)
         follower = [kill_follower(session, fleet, instances) for _ in range(rounds)]
         gone, led = zip(*(kill_leader(session, fleet, instances) for _ in range(rounds)), strict=True)
     print(distribution("SIGKILL of a follower → gone", follower, bound_ms=500))
     print(distribution("SIGKILL of the leader → a new leader", led, bound_ms=500))
     print(distribution("SIGKILL of the leader → gone", gone, bound_ms=500))
     print("\n  SIGKILL → gone, followers and leaders:")
-    print(histogram([*follower, *gone], width_ms=25))
+    print(histogram([*follower, *gone], width_ms=25), flush=True)
+    print()
 
 
 def kill_follower(session: Session, fleet: Fleet, instances: dict[int, InstanceProcess]) -> float:

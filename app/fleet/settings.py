@@ -29,6 +29,7 @@ from app.fleet.telemetry import redaction
 
 PREFIX = "FLOTILLA_"
 NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
+VERSION = re.compile(r"[!-~]{1,100}")
 PASSWORD = re.compile(r"\bpassword\s*=\s*(?:'((?:[^'\\]|\\.)*)'|(\S+))")
 # Seconds that all steps of the shutdown other than drain and pause may take together.
 STEPS_RESERVE = 14.0
@@ -48,6 +49,7 @@ class FleetSettings(BaseSettings):
     environment: Literal["development", "production"] = "development"
     namespace: str = "flotilla"
     role: Role = Role.ALL
+    version: str | None = None
     instance_name: str | None = None
     workspace: str | None = None
     workspace_force: bool = False
@@ -155,6 +157,13 @@ class FleetSettings(BaseSettings):
     def _check_not_reserved(cls, value: str) -> str:
         if value.startswith("pg-") or value in {"pg", "information-schema"}:
             raise ValueError(f"{value!r} would become a schema name that PostgreSQL reserves; choose another one")
+        return value
+
+    @field_validator("version")
+    @classmethod
+    def _check_version(cls, value: str | None) -> str | None:
+        if value is not None and not VERSION.fullmatch(value):
+            raise ValueError("use 1 to 100 printable ASCII characters without spaces, such as '1.4.2' or 'c0ffee1'")
         return value
 
     @field_validator("api_keys", "actions", mode="before")

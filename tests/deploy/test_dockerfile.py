@@ -38,7 +38,8 @@ def test_all_packages_are_installed_from_the_lock_file_with_hashes() -> None:
 def test_the_base_image_is_declared_once_and_new_enough() -> None:
     bases = [rest.split()[0] for keyword, rest in instructions() if keyword == "FROM"]
     assert set(bases) == {"${BASE}"}
-    found = re.fullmatch(r"BASE=python:(\d+)\.(\d+)-slim", last("ARG"))
+    (base, _) = [rest for keyword, rest in instructions() if keyword == "ARG"]
+    found = re.fullmatch(r"BASE=python:(\d+)\.(\d+)-slim", base)
     assert found is not None
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert required == ">=3.11"

@@ -50,7 +50,9 @@ FROM "flotilla".runs AS r
 LEFT JOIN "flotilla".instances AS i ON i.id = r.instance_id AND i.state <> 'gone'
 WHERE %(all_instances)s AND r.state = 'running'
 UNION ALL
-SELECT 'ready', count(*) FILTER (WHERE id < %(me)s), count(*), NULL, false
+SELECT 'ready', count(*) FILTER (WHERE id < %(me)s), count(*), NULL,
+       coalesce(bool_or(role <> 'web' AND version <> (SELECT version FROM "flotilla".instances WHERE id = %(me)s)),
+                false)
 FROM "flotilla".instances
 WHERE state = 'ready'
 UNION ALL

@@ -44,7 +44,7 @@ WITH own AS MATERIALIZED (
     
 ), notified AS (
     
-    SELECT pg_notify('flotilla', 'runs:' || string_agg(queue, ','))
+    SELECT pg_notify('flotilla', %(heading)s::text || string_agg(queue, ','))
     FROM (
         SELECT format('%%s:%%s:%%s', action_id, queue_priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8)
                    AS queue,

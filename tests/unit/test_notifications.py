@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from app.fleet.engine.actions.action import PRIORITIES
-from app.fleet.runs.effects.notifications import EPOCH, QUEUES_PER_NOTIFICATION, parse_notification
+from app.fleet.runs.effects.notifications import EPOCH, QUEUES_PER_NOTIFICATION, parse_notification, returned_heading
 
 
 def test_each_queue_is_parsed_with_its_instant_to_the_microsecond() -> None:
@@ -18,4 +18,4 @@ def test_a_queue_without_a_priority_is_the_queue_of_the_ordered_runs() -> None:
 
 def test_the_maximum_number_of_queues_fits_into_a_notification() -> None:
     longest = f"{2**28}:{PRIORITIES[0]}:{253402300799999999},"
-    assert len("runs:") + QUEUES_PER_NOTIFICATION * len(longest) < 8000
+    assert len(returned_heading("1.0")) + QUEUES_PER_NOTIFICATION * len(longest) < 8000

@@ -86,6 +86,13 @@ def test_files_of_a_directory_are_settings_and_the_environment_takes_precedence(
     assert "FLOTILLA_SECRETS_DIR: there is no directory" in refused()
 
 
+@pytest.mark.parametrize("version", ["", "1.0 beta", "1.0\n", "ü", "x" * 101])
+def test_a_version_that_lists_and_metrics_could_not_show_is_refused(version: str) -> None:
+    with pytest.raises(SettingsError, match=r"FLOTILLA_VERSION.*printable"):
+        Settings.load(version=version)
+    assert Settings.load(version="c0ffee1").version == "c0ffee1"
+
+
 @pytest.mark.parametrize("name", ["Api", "1st", "a_b", "a" * 64, "-a", "a.b", "ä", "a b", ""])
 @pytest.mark.parametrize("field", ["namespace", "instance_name", "workspace"])
 def test_an_invalid_name_is_refused_with_an_example(field: str, name: str) -> None:

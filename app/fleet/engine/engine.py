@@ -3,6 +3,7 @@
 Everything is wired here, and nowhere else. Notifications have the form `kind:rest`; those of the engine are:
 
     runs:…          runs wait in these queues (`runs/effects/notifications.py`)
+    returned:…      the same, of runs that an instance has returned because it leaves; with its release
     cancel:run      the cancellation of this running run was requested
     slots           a schedule was changed, or an action was resumed
     members         another instance is ready: it shares many queues from now on
@@ -43,12 +44,16 @@ from app.fleet.engine.once.housekeeping import find_pending_too_long
 from app.fleet.errors import DatabaseError
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.runs.effects import feed
-from app.fleet.runs.effects.notifications import parse_notification
+from app.fleet.runs.effects.notifications import parse_notification, release_mark
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.stream import Stream
 
 # How often a start tries to write its actions, if PostgreSQL ends its transaction for another one.
 SYNCHRONISE_TRIES = 5
+
+# How long an instance leaves runs that another instance of its release has returned to a different release. Then it
+# claims them itself: the instances of that release may have no free slot, or not have the action.
+RELEASE_DELAY = 1.0
 
 NOTIFY_MEMBERS = Statement("SELECT pg_notify('{channel}', 'members:')")
 
@@ -71,7 +76,8 @@ class Engine:
         self.triggers = Triggers(database, catalogue, stream.hub)
         self.metrics = RunMetrics(catalogue)
         self.figures = ClusterFigures(database, member, shared.anomalies)
-        self.executor = Executor(settings, database, catalogue, stream.relay, self.metrics, self._on_settled)
+        version = member.registration.version
+        self.executor = Executor(settings, database, catalogue, stream.relay, self.metrics, self._on_settled, version)
         self.dispatcher = Dispatcher(
             database,
             member,
@@ -110,6 +116,7 @@ class Engine:
         self._hub = stream.hub
         self._shared = shared
         self._role = settings.role
+        self._release_mark = release_mark(version)
         self._feed_retention = timedelta(seconds=settings.feed_retention)
         member.on_gone(rescuer.Rescue(database.namespace))
         shared.anomalies.add(rescuer.stuck)
@@ -118,6 +125,7 @@ class Engine:
         member.on_identity_lost(self.executor.drop)
         member.on_elected(self._elected)
         member.on_notification("runs", self._runs_wait)
+        member.on_notification("returned", self._runs_returned)
         member.on_notification("cancel", lambda run: self.executor.cancel(int(run)))
         member.on_notification("slots", lambda _: self.scheduler.schedule_now())
         member.on_notification("members", lambda _: self.reconciler.read_now())
@@ -185,6 +193,14 @@ class Engine:
             loop.call_later(OTHERS_DELAY, self._still_wait, others)
         # Finished runs among them were retried.
         self._hub.on_pending(action_id for action_id, _, _ in waiting)
+
+    def _runs_returned(self, rest: str) -> None:
+        """Runs of an instance that leaves. In a deploy, all instances of its release leave soon: prefer the others."""
+        mark, _, queues = rest.partition(":")
+        if mark == self._release_mark and self.reconciler.another_release:
+            asyncio.get_running_loop().call_later(RELEASE_DELAY, self._runs_wait, queues)
+        else:
+            self._runs_wait(queues)
 
     def _still_wait(self, waiting: Sequence[Waiting]) -> None:
         """Claim from the queues of the other parts too: the instances that they belong to may be busy, or gone."""

@@ -64,7 +64,7 @@ WITH own AS MATERIALIZED (
 ), feed_rows AS (
     {feed_insert_sql("back", "'pending'")}
 ), notified AS (
-    {notify_sql("back")}
+    {notify_sql("back", "%(heading)s::text")}
 )
 SELECT id FROM back, (SELECT count(*) FROM notified) AS n
 """)

@@ -24,6 +24,7 @@ from app.fleet.errors import Fenced
 from app.fleet.runs.attempt_writes import CHECKPOINT, STILL_OURS
 from app.fleet.runs.effects import events
 from app.fleet.runs.effects.events import Event
+from app.fleet.runs.effects.notifications import WAIT, returned_heading
 from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.end import CONFIRM, END_CANCELLED, FINISH, FINISH_SKIP_LOCKED
 from app.fleet.runs.requeue import REQUEUE
@@ -137,14 +138,16 @@ async def store_checkpoints(
 
 
 async def requeue(
-    connection: Connection, namespace: Namespace, batch: Sequence[Returned], *, sent_before: bool
+    connection: Connection, namespace: Namespace, batch: Sequence[Returned], version: str, *, sent_before: bool
 ) -> Outcome[Returned]:
+    """Make runs pending again; `version` is the release of this instance."""
     values = {
         "ids": [each.attempt.run_id for each in batch],
         "tokens": [each.attempt.token for each in batch],
         "pauses": [each.paused for each in batch],
         "delays": [each.delay for each in batch],
         "errors": [each.error for each in batch],
+        "heading": returned_heading(version) if any(each.paused for each in batch) else WAIT,
     }
     rows = await (await connection.execute(namespace.sql(REQUEUE), values)).fetchall()
     if len(rows) == len(batch):

@@ -68,10 +68,11 @@ class Executor(Service):
         relay: Relay,
         metrics: RunMetrics,
         on_settled: Callable[[Sequence[Attempt]], None],
+        version: str,
     ) -> None:
         """`on_settled` gets attempts whose slots have become free."""
         super().__init__()
-        self.writer = RunWriter(database, relay, metrics, self._settle, self._stop_fenced)
+        self.writer = RunWriter(database, relay, metrics, self._settle, self._stop_fenced, version)
         self.abandoned = 0
         self._metrics = metrics
         self._on_settled = on_settled

@@ -90,6 +90,7 @@ class RunWriter:
         metrics: RunMetrics,
         on_settled: Callable[[Sequence[Attempt]], None],
         on_fenced: Callable[[Attempt], None],
+        version: str,
     ) -> None:
         """`on_settled` gets attempts whose end is durable, `on_fenced` an attempt that goes on with an old token."""
         # Set when the executor pauses; actions see it as `run.stopping`.
@@ -101,6 +102,7 @@ class RunWriter:
         self._namespace = database.namespace
         self._settled = on_settled
         self._on_fenced = on_fenced
+        self._version = version
         self._connection = database.dedicated()
         self._unwritten = Unwritten()
         self._work = asyncio.Event()
@@ -313,7 +315,7 @@ class RunWriter:
                 each.stored.set_result(None)
 
     async def _requeue_runs(self, connection: Connection, batch: Sequence[Returned], sent_before: bool) -> None:
-        outcome = await batches.requeue(connection, self._namespace, batch, sent_before=sent_before)
+        outcome = await batches.requeue(connection, self._namespace, batch, self._version, sent_before=sent_before)
         self._settle_others(outcome)
         self._unwritten.returned[:0] = outcome.locked
         for each in outcome.written:

@@ -10,7 +10,8 @@ Notifications make the engine quick, and any of them may be lost. The rows of `R
              instance is gone, or whose deadline is long over
     slot     the next due action of ours                      the scheduler
     limit    an action with a limit                           its claims are counted, whatever our code declares
-    ready    (one) the number of instances                    which instance reads the runs of all
+    ready    (one) the number of instances, and whether       which instance reads the runs of all; who claims the runs
+             one of another release executes runs             that an instance returns when it leaves (`engine.py`)
     now      (one) PostgreSQL's time, and how many ready      when to look for work; which part of many queues is ours
              instances execute the same actions
 
@@ -80,7 +81,9 @@ FROM {{schema}}.runs AS r
 LEFT JOIN {{schema}}.instances AS i ON i.id = r.instance_id AND i.state <> 'gone'
 WHERE %(all_instances)s AND r.state = 'running'
 UNION ALL
-SELECT 'ready', count(*) FILTER (WHERE id < %(me)s), count(*), NULL, false
+SELECT 'ready', count(*) FILTER (WHERE id < %(me)s), count(*), NULL,
+       coalesce(bool_or(role <> 'web' AND version <> (SELECT version FROM {{schema}}.instances WHERE id = %(me)s)),
+                false)
 FROM {{schema}}.instances
 WHERE state = 'ready'
 UNION ALL
@@ -123,6 +126,8 @@ class Reconciler(LoopService):
         """`on_slot` gets the time at which the next slot of our actions is due."""
         super().__init__()
         self.reads = 0
+        # Whether a ready instance of another release executes runs, as of the last read.
+        self.another_release = False
         self._database = database
         self._member = member
         self._catalogue = catalogue
@@ -185,7 +190,7 @@ class Reconciler(LoopService):
                 self._on_slot(next_run_at)
             if not announced:
                 await announce(connection, self._database.namespace, me, self._catalogue.ids)
-            ((before_us, ready, *_),) = by_kind["ready"]
+            ((before_us, ready, _, self.another_release),) = by_kind["ready"]
             self._position = (before_us, max(1, ready))
             await self._compare(connection, by_kind.get("mine", []), known)
             ((orphaned, overdue, *_),) = by_kind["lapsed"]

@@ -6,10 +6,18 @@ means: runs of the action 17 are pending at priority 0, the earliest due at this
 of the action 18 at priority 5, and ordered runs of the action 18. Each of these is a *queue*: the pending runs of an
 action with one priority, or all pending ordered runs of an action. A notification may have 8,000 bytes, so very many
 queues need several notifications. A lost notification delays runs and does no other harm.
+
+When an instance that leaves returns its runs, the notification says of which release it is:
+
+    returned:1f8ac10f:17:0:1767225600000000
+
+In a deploy, the other instances of that release leave soon too, and would return the runs again. So they let an
+instance of another release claim first, if there is one (`engine/engine.py`).
 """
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # The entry of a queue has at most 37 bytes.
@@ -19,13 +27,17 @@ QUEUES_PER_NOTIFICATION = 200
 QUEUE_PRIORITY = "CASE WHEN ordering_key IS NULL THEN priority END"
 
 
-def notify_sql(pending: str) -> str:
+WAIT = "runs:"
+
+
+def notify_sql(pending: str, heading: str = f"'{WAIT}'") -> str:
     """Return the statement that notifies of these pending runs.
 
-    `pending` is what follows FROM; it has `action_id`, `priority`, `ordering_key` and `run_at`.
+    `pending` is what follows FROM; it has `action_id`, `priority`, `ordering_key` and `run_at`. `heading` is what the
+    notification begins with, in SQL.
     """
     return f"""
-    SELECT pg_notify('{{channel}}', 'runs:' || string_agg(queue, ','))
+    SELECT pg_notify('{{channel}}', {heading} || string_agg(queue, ','))
     FROM (
         SELECT format('%%s:%%s:%%s', action_id, queue_priority, floor(extract(epoch FROM min(run_at)) * 1e6)::int8)
                    AS queue,
@@ -37,8 +49,17 @@ def notify_sql(pending: str) -> str:
 """
 
 
+def release_mark(version: str) -> str:
+    """A version may have any characters and any length; its mark has eight."""
+    return sha256(version.encode()).hexdigest()[:8]
+
+
+def returned_heading(version: str) -> str:
+    return f"returned:{release_mark(version)}:"
+
+
 def parse_notification(rest: str) -> Iterator[tuple[int, int | None, datetime]]:
-    """Parse what follows `runs:`; yield the action, the priority (None: ordered runs), and when its runs are due."""
+    """Parse what follows the heading; yield action, priority (None: ordered runs), and when its runs are due."""
     instants: dict[str, datetime] = {}
     for queue in rest.split(","):
         action_id, priority, instant = queue.split(":")
