@@ -3,6 +3,7 @@
     name         what is measured                                                              the bar
     throughput   no-op runs claimed, executed and durably completed by one process; also       ≥ 40,000/s
                  bare SQL and the peers
+    traces       the same without traces, with one run in a hundred traced, and with all
     ordered      the same with 1, 100 and 5,000 ordering keys, and with none; the last         ≥ 0.75
                  quarter of one key's runs against its first
     insert       runs inserted by POST /runs:batch, and by `trigger_many` in code              ≥ 20,000/s, ≥ 80,000/s
@@ -47,6 +48,7 @@ from benchmarks import (
     streams,
     takeover,
     throughput,
+    traces,
 )
 from benchmarks.conditions import two_cores
 from tests.support import fleet
@@ -54,6 +56,7 @@ from tests.support.fork_server import ForkServer
 
 ALL = {
     "throughput": throughput.run,
+    "traces": traces.run,
     "ordered": ordered.run,
     "insert": insert.run,
     "once": once.run,

@@ -63,7 +63,7 @@ def test_every_query_of_the_dashboard_returns_series(fleet: Fleet, prometheus: h
 
     left = QUERIES
     try:
-        eventually(lambda: not empty(), every=1.0)
+        eventually(lambda: not empty(), within=180, every=1.0)
     except AssertionError:
         left = empty()
         raise AssertionError(f"these queries return nothing: {left}") from None

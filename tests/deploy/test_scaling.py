@@ -85,6 +85,8 @@ def test_the_doctor_checks_whether_the_server_allows_the_maximum(address: str) -
     assert "lower the maximum to" in many.stdout
 
 
+# Longer than for other tests, because the runs alone take a minute, and beside other processes several.
+@pytest.mark.timeout(900)
 @pytest.mark.long
 def test_ten_thousand_runs_scale_the_workers_up_and_down_again(fleet: Fleet, address: str) -> None:
     """The test takes long because ten thousand runs of 50 ms on four slots of a worker take two minutes.

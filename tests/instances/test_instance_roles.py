@@ -6,7 +6,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.support.fleet import Fleet, InstanceProcess, leader_of, run
+from tests.support.fleet import Fleet, InstanceProcess, by_name, leader_of, run
 from tests.support.postgres import eventually
 from tests.support.trial_actions import EFFECTS
 
@@ -30,7 +30,7 @@ def test_a_web_instance_begins_none_of_ten_thousand_runs(fleet: Fleet, address: 
     ids = [run_id for _ in range(10) for run_id in web.trigger_all([{"action": "noop"}] * 1000)]
     with psycopg.connect(address, autocommit=True) as session:
         ended = "SELECT count(*) FROM flotilla.finished_runs WHERE state = 'succeeded'"
-        eventually(lambda: session.execute(ended).fetchone() == (len(ids),))
+        eventually(lambda: session.execute(ended).fetchone() == (len(ids),), within=180)
         begun = session.execute("SELECT DISTINCT instance FROM flotilla.finished_runs").fetchall()
     roles = {each["name"]: each["role"] for each in web.instances()["instances"]}
     assert {roles[name] for (name,) in begun} == {"worker"}
@@ -88,11 +88,16 @@ def test_a_web_instance_leads_only_while_no_worker_can(fleet: Fleet) -> None:
     eventually(lambda: leader_named(first, "web"))
     (other,) = fleet.start(FLOTILLA_ROLE="worker")
     assert eventually(lambda: leader_named(first, "worker")) != name
+    killed = other.me()["name"]
     other.kill()
     # The web instances notice that the worker's session in the queue has ended, and one declares it gone.
     eventually(lambda: leader_named(first, "web"))
-    eventually(lambda: [each["state"] for each in first.instances()["instances"]].count("gone") == 2)
+    eventually(lambda: is_gone(first, killed))
     assert "leader_flapping" not in [kind for kind, _ in anomalies(first)]
+
+
+def is_gone(instance: InstanceProcess, name: str) -> bool:
+    return bool(by_name(instance.instances())[name]["state"] == "gone")
 
 
 def leader_named(instance: InstanceProcess, role: str) -> str | None:
@@ -126,8 +131,9 @@ def test_a_singleton_runs_on_a_worker_and_never_on_a_web_instance(fleet: Fleet, 
 def test_a_worker_serves_only_probes_metrics_and_the_list_of_instances(fleet: Fleet) -> None:
     (worker,) = fleet.start(FLOTILLA_ROLE="worker")
     served = ("/health/live", "/health/ready", "/health/instances", "/metrics", "/problems")
-    assert {worker.status(path) for path in served} == {200}
-    assert {path: worker.status(path) for path in NOT_SERVED} == dict.fromkeys(NOT_SERVED, 503)
+    # A probe waits for the database for a second only.
+    eventually(lambda: {worker.status(path, timeout=30) for path in served} == {200})
+    assert {path: worker.status(path, timeout=30) for path in NOT_SERVED} == dict.fromkeys(NOT_SERVED, 503)
     refused = worker.client.post("/actions/echo/runs", json={})
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "this instance has the role worker" in refused.json()["detail"]

@@ -53,12 +53,13 @@ def test_a_trace_goes_from_the_request_through_a_run_elsewhere_to_the_run_that_i
     for each in (answer.json(), run, child):
         assert (each["trace_id"], each["request_id"]) == (TRACE, "order-4711")
 
-    spans = sink.wait_for(TRACE, "create spawn", "process spawn", "settle spawn", "create echo", "process echo")
-    (request,) = named(spans, "POST /actions/{name}/runs")
+    post = "POST /actions/{name}/runs"
+    spans = sink.wait_for(TRACE, post, "create spawn", "process spawn", "settle spawn", "create echo", "process echo")
+    (request,) = named(spans, post)
     assert request.parent == CALLER
     (process,) = named(spans, "process echo")
     assert [name for name in ancestors(spans, process) if not name.startswith("fastapi.")] == [
-        "create echo", "process spawn", "create spawn", "POST /actions/{name}/runs",
+        "create echo", "process spawn", "create spawn", post,
     ]  # fmt: skip
     assert process.attributes["messaging.system"] == "flotilla"
     assert process.attributes["messaging.destination.name"] == "echo"

@@ -21,16 +21,23 @@ import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 from opentelemetry import trace
 
 from app.fleet.telemetry.redaction import HIDDEN, printable, redact
 
-# The request to which the present code belongs: its own id, or that of the request which triggered the present run.
+
+class CurrentRun(Protocol):
+    run_id: int
+    # The id of the request that triggered it, directly or through other runs.
+    request_id: str | None
+
+
+# The request to which the present code belongs.
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-# The run of which the present code is an attempt.
-current_run: ContextVar[int | None] = ContextVar("current_run", default=None)
+# The run of which the present code is an attempt. One variable for all of it: each `set` costs every run 0.1 µs.
+current_run: ContextVar[CurrentRun | None] = ContextVar("current_run", default=None)
 
 # Characters of a field, and of a traceback, in a line. Of a longer traceback, both ends are kept.
 MAX_FIELD = 4_000
@@ -46,7 +53,13 @@ PROBES = ("/health/live", "/health/ready")
 def who() -> str | None:
     """Return on whose behalf the present code acts: `run/17`, or the id of a request."""
     run = current_run.get()
-    return request_id.get() if run is None else f"run/{run}"
+    return request_id.get() if run is None else f"run/{run.run_id}"
+
+
+def first_request() -> str | None:
+    """Return the id of the request to which the present code belongs; in an attempt, the one that triggered its run."""
+    run = current_run.get()
+    return request_id.get() if run is None else run.request_id
 
 
 class EventLog:
@@ -106,7 +119,7 @@ class Formatter(logging.Formatter):
             "level": record.levelname.lower(),
             "event": event,
             **self.identity,
-            "request_id": request_id.get(),
+            "request_id": first_request(),
             **context(),
             "logger": record.name,
             **fields,
@@ -121,7 +134,7 @@ class Formatter(logging.Formatter):
         who = "/".join(self.identity.values())
         words = [when, f"{record.levelname:<7}", who, printable(event)]
         words += [f"{key}={word(value)}" for key, value in fields.items()]
-        around = {"request_id": request_id.get(), **context()}
+        around = {"request_id": first_request(), **context()}
         words += [f"{key}={word(value)}" for key, value in around.items() if value is not None and key not in fields]
         line = " ".join(words)
         if trace:
@@ -133,9 +146,12 @@ class Formatter(logging.Formatter):
 
 def context() -> dict[str, Any]:
     """Return the run and the trace to which the present code belongs, if any."""
+    run = current_run.get()
     span = trace.get_current_span().get_span_context()
-    around = {"run": current_run.get(), "trace_id": trace.format_trace_id(span.trace_id) if span.is_valid else None}
-    return {key: value for key, value in around.items() if value is not None}
+    around: dict[str, Any] = {} if run is None else {"run": run.run_id}
+    if span.is_valid:
+        around["trace_id"] = trace.format_trace_id(span.trace_id)
+    return around
 
 
 def message_of(record: logging.LogRecord) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from opentelemetry.trace import Span, Tracer
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -20,6 +20,7 @@ from app.fleet.engine.actions.action import Action
 from app.fleet.runs.claim import Row
 from app.fleet.runs.effects.events import Event
 from app.fleet.telemetry import tracing
+from app.fleet.telemetry.logs import current_run
 
 if TYPE_CHECKING:
     from app.fleet.engine.execute.writer import RunWriter
@@ -84,11 +85,10 @@ class Attempt:
                 tracer, self.action.name, self.run_id, self.number, self.deaths, self.trace_parent
             )
 
-    def end_span(self, error: BaseException | None) -> None:
-        if self.span is not None:
-            self.ended_ns = time.time_ns()
-            with tracing.contained("process"):
-                tracing.end_attempt(self.span, error)
+    def end_span(self, span: Span, error: BaseException | None) -> None:
+        self.ended_ns = time.time_ns()
+        with tracing.contained("process"):
+            tracing.end_attempt(span, error)
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -134,5 +134,5 @@ class Attempt:
 
 
 # The attempt that this code belongs to. The executor sets it in the task of each attempt; outside of attempts it is
-# None.
-current_attempt: ContextVar[Attempt | None] = ContextVar("flotilla_attempt", default=None)
+# None. Log lines take the ids of the run and of its request from it.
+current_attempt = cast("ContextVar[Attempt | None]", current_run)

@@ -47,7 +47,7 @@ from app.fleet.runs.effects.states import RunState
 from app.fleet.settings import FleetSettings
 from app.fleet.stream.relay import Relay
 from app.fleet.telemetry import tracing
-from app.fleet.telemetry.logs import current_run, event_log, request_id
+from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.metrics import LOOP_LAG
 
 TICK = 0.1
@@ -196,9 +196,6 @@ class Executor(Service):
     # -- one attempt --------------------------------------------------------------------------------------------------
 
     async def _execute(self, attempt: Attempt, action: Action[Any]) -> None:
-        # Every line that the attempt logs has both.
-        request_id.set(attempt.request_id)
-        current_run.set(attempt.run_id)
         current_attempt.set(attempt)
         if self._tracer is not None:
             attempt.begin_span(self._tracer)
@@ -212,11 +209,13 @@ class Executor(Service):
                 value = await action.handler(run)
             result = None if value is None or attempt.committed else as_json(value, "what it returned", MAX_RESULT)
         except BaseException as error:  # noqa: BLE001 — whatever an action raises affects its own attempt alone
-            attempt.end_span(error)
+            if attempt.span is not None:
+                attempt.end_span(attempt.span, error)
             if self._leave(attempt):
                 self._record_error(attempt, action, error)
         else:
-            attempt.end_span(None)
+            if attempt.span is not None:
+                attempt.end_span(attempt.span, None)
             if self._leave(attempt):
                 self._record_return(attempt, action, result)
         # The context of the task refers to the attempt: without this, only the garbage collector would free both.

@@ -333,10 +333,11 @@ class RunWriter:
         outcome = await batches.finish(connection, self._namespace, batch, plain=plain)
         self._settle_others(outcome)
         self._unwritten.ended[:0] = outcome.locked
-        for state in {each.state for each in outcome.written}:
-            attempts = [each.attempt for each in outcome.written if each.state is state]
-            self._metrics.ended(attempts, state or RunState.SUCCEEDED)
-        self._settled([each.attempt for each in outcome.written])
+        attempts = [each.attempt for each in outcome.written]
+        for state in (None,) if plain else {each.state for each in outcome.written}:
+            own = attempts if plain else [each.attempt for each in outcome.written if each.state is state]
+            self._metrics.ended(own, state or RunState.SUCCEEDED)
+        self._settled(attempts)
 
     def _settle_others(self, outcome: batches.Outcome[Any]) -> None:
         """Handle what a statement could not write: locked rows wait, and what was taken over is over for us."""

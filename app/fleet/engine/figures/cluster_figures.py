@@ -1,7 +1,8 @@
 """Figures of the whole cluster for `GET /metrics`: any instance serves them, whatever its role.
 
 They are read when somebody asks, at most once in `MAX_AGE`, however many ask. If the database does not answer in time,
-there are no figures, and the scrape has only the metrics of the instance itself.
+or its role may not read the view, there are no figures: the scrape has only the metrics of the instance itself, and the
+log says why.
 
 A run is runnable if an instance with a free slot could claim it now. The view `runnable_runs` has them, which the
 autoscaler's view `worker_backlog` uses too. These are not runnable: a run that is due later, of a paused action, of an
@@ -24,11 +25,15 @@ from app.fleet.cluster.registry import Instance
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
 from app.fleet.errors import DatabaseError
+from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.metrics import MAX_NAMES, OTHERS
+from app.fleet.telemetry.redaction import describe
 
 MAX_AGE = 1.0
 TIMEOUT = 2.0
 LIMIT_TIME = Statement("SELECT set_config('statement_timeout', '1000', true)")
+
+log = event_log(__name__)
 
 RUNNABLE = Statement("SELECT name, runs, oldest_seconds FROM {schema}.runnable_runs ORDER BY name")
 
@@ -77,6 +82,7 @@ class ClusterFigures:
         self._anomalies = found
         self._figures: Figures | None = None
         self._read_at = -MAX_AGE
+        self._failing = False
         self._lock = asyncio.Lock()
 
     async def read(self) -> Figures | None:
@@ -98,8 +104,12 @@ class ClusterFigures:
                     await connection.execute(LIMIT_TIME)
                     ((allowed,),) = await (await connection.execute(ALLOWED_CONNECTIONS)).fetchall()
                     runnable = await (await connection.execute(self._database.namespace.sql(RUNNABLE))).fetchall()
-        except (psycopg.Error, DatabaseError, TimeoutError):
+        except (psycopg.Error, DatabaseError, TimeoutError) as error:
+            if not self._failing:
+                log.warning("figures.failed", reason=describe(error))
+            self._failing = True
             return None
+        self._failing = False
         return Figures(instances, found, runnable, allowed)
 
 

@@ -15,6 +15,7 @@ A later attempt is not counted as a wait: its run has waited for a retry, or ano
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
+from operator import attrgetter, itemgetter
 from typing import Protocol, TypeVar
 
 from opentelemetry.trace import Span
@@ -32,6 +33,8 @@ OUTCOMES = (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, "retried", 
 # The events of a run at its first attempt: it was created, and it is running.
 FIRST_ATTEMPT = 2
 MICROSECOND = timedelta(microseconds=1)
+
+action_of_row, action_of_attempt = itemgetter(ACTION), attrgetter("action_id")
 
 Item = TypeVar("Item")
 
@@ -64,13 +67,18 @@ class RunMetrics:
 
     def started(self, rows: Sequence[Row], at: datetime | None) -> None:
         """Count claimed runs; `at` is PostgreSQL's time at the claim, if this instance knows it."""
-        for action_id, own in grouped(rows, lambda row: int(row[ACTION])):
+        for action_id, own in grouped(rows, action_of_row):
             name = self._name(action_id)
             self._started[name] += len(own)
             first = [row for row in own if row[EVENTS] == FIRST_ATTEMPT]
             if not first or at is None:
                 continue
-            self._waits.of(name).add([(at - row[RUN_AT]) // MICROSECOND for row in first])
+            due = [row[RUN_AT] for row in first]
+            if due.count(due[0]) == len(due):
+                # Runs that were triggered together are due at the same instant: one subtraction for all.
+                self._waits.of(name).add([(at - due[0]) // MICROSECOND] * len(due))
+            else:
+                self._waits.of(name).add([(at - run_at) // MICROSECOND for run_at in due])
             slots = [slot for row in first if (slot := row[SCHEDULED_FOR]) is not None]
             if slots:
                 self._latenesses.of(name).add([(at - slot) // MICROSECOND for slot in slots])
@@ -84,7 +92,7 @@ class RunMetrics:
                     with tracing.contained("settle"):
                         tracing.settled(self._tracer, attempt.span, name, attempt.ended_ns, outcome)
         self.outcomes[outcome] += len(attempts)
-        for action_id, own in grouped(attempts, lambda attempt: attempt.action_id):
+        for action_id, own in grouped(attempts, action_of_attempt):
             name = self._name(action_id)
             self._ended[name, outcome] += len(own)
             self._durations.of(name).add([int(attempt.seconds * 1e6) for attempt in own if attempt.began])

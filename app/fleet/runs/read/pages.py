@@ -27,7 +27,7 @@ from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection
 from app.fleet.db.stored_json import StoredJsonLoader
 from app.fleet.runs.effects.states import ACTIVE, RunState
-from app.fleet.runs.read.records import RunRecord
+from app.fleet.runs.read.records import ORIGIN, RunRecord
 
 MAX_WHOLE = 1024
 EXTRACT = 200
@@ -53,7 +53,7 @@ def listed(table: str, result: str, finished_at: str) -> str:
            CASE WHEN short.result THEN {result} END AS result,
            CASE WHEN short.error THEN r.error END AS error,
            CASE WHEN short.progress THEN r.progress END AS progress,
-           r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at,
+           {ORIGIN}, r.created_at, r.started_at,
            {finished_at} AS finished_at,
            CASE WHEN false IN (short.payload, short.result, short.error, short.progress)
                 THEN json_strip_nulls(json_build_object(

@@ -52,15 +52,17 @@ class RunRecord:
             object.__setattr__(self, "state", RunState(self.state))
 
 
-ACTIVE_COLUMNS = """
-r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
+# The trace's id is the second field of `trace_parent`, which has the form of the header `traceparent`.
+ORIGIN = "r.request_id, substr(r.trace_parent, 4, 32) AS trace_id"
+ACTIVE_COLUMNS = f"""
+r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{{}}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
-r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, NULL::timestamptz AS finished_at
+{ORIGIN}, r.created_at, r.started_at, NULL::timestamptz AS finished_at
 """
-FINISHED_COLUMNS = """
-r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
+FINISHED_COLUMNS = f"""
+r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{{}}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, r.result, r.error, r.progress,
-r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, r.finished_at
+{ORIGIN}, r.created_at, r.started_at, r.finished_at
 """
 
 FIND = Statement(f"""
