@@ -159,13 +159,13 @@ async def test_many_scrapes_within_a_second_read_the_database_once(address: str)
 
 
 async def test_without_the_database_a_scrape_has_the_metrics_of_the_instance(
-    capfd: pytest.CaptureFixture[str], here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cluster_figures, "RUNNABLE", Statement("SELECT pg_sleep(60)"))
     monkeypatch.setattr(cluster_figures, "TIMEOUT", 0.1)
     assert await scrape(here)
     found = await scrape(here)
-    assert capfd.readouterr().err.count("figures.failed") == 1
+    assert caplog.messages.count("figures.failed") == 1
     assert ("flotilla_ready", frozenset()) in found
     assert not [name for name, _ in found if name.startswith("flotilla_cluster_")]
 
