@@ -133,7 +133,7 @@ class Anomalies(LoopService):
                     self.known = {}
 
 
-# -- the checks of this room ------------------------------------------------------------------------------------------
+# -- the checks of this package ---------------------------------------------------------------------------------------
 
 
 async def check_instances(connection: Connection, _: Namespace, live: Sequence[Instance]) -> Iterable[Anomaly]:

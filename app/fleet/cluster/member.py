@@ -124,7 +124,7 @@ class Member(Service):
         if not settings.role.executes:
             self.on_heartbeat(self.leader.defer_to_candidates)
 
-    # -- for the rooms above, before the start ------------------------------------------------------------------------
+    # -- for the packages above, before the start ---------------------------------------------------------------------
 
     def on_gone(self, hook: GoneHook) -> None:
         self._gone_hooks.append(hook)
@@ -151,7 +151,7 @@ class Member(Service):
         """Write this number of running runs with each heartbeat. `running` is called in the link's thread."""
         self.link.running = running
 
-    # -- for all rooms ------------------------------------------------------------------------------------------------
+    # -- for all packages ---------------------------------------------------------------------------------------------
 
     @property
     def identity(self) -> Identity | None:

@@ -1,4 +1,4 @@
-"""The life of a run: every statement that inserts a run or changes its state is in this room.
+"""The life of a run: every statement that inserts a run or changes its state is in this package.
 
 A run is a row of `runs` while it is pending or running. When it has succeeded, failed or been cancelled, it is a row of
 `finished_runs`, with the same id.
@@ -28,10 +28,15 @@ A run is a row of `runs` while it is pending or running. When it has succeeded, 
     running → pending,     RESCUE_OVERDUE            rescuer: the deadline is `running`, deadline       requeue.py
       failed, cancelled                              long over                and a slack passed
     pending → cancelled    CANCEL_PENDING            operator                 `pending`                 cancel.py
+    pending → pending      HURRY                     operator: due now        `pending`, due later      retry.py
     running → running      CANCEL_RUNNING            operator: a request      `running`                 cancel.py
     failed, cancelled      REVIVE, REVIVE_MANY       operator                 with overlap="skip", no   retry.py
       → pending                                                               run is active
     ended → (deleted)      PRUNE                     pruner                   retention is over         prune.py
+
+Two guards are not conditions of the statement itself. For `overlap="skip"`, the transaction first takes the action's
+advisory lock and looks for an active run (`overlap.py`). RESCUE_ORPHANED gets its instances from the transaction that
+has declared them gone.
 
 A statement that changes the state also does what belongs to the change: it draws the next number of the run's events
 and adds a row to the feed (`effects/feed.py`). If an attempt is over, it stores the events of that attempt

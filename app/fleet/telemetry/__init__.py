@@ -1,1 +1,1 @@
-"""Logs and metrics. Every other room imports it; it imports none of them."""
+"""Logs, metrics and traces. Every other package of the fleet imports it; it imports none of them."""

@@ -1,4 +1,4 @@
-"""A lock while it is held, and a request for one: the objects that the modules of this room pass to each other."""
+"""A lock while it is held, and a request for one: the objects that the modules of this package pass to each other."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -116,7 +116,7 @@ class HeldLocks:
     def _report_overlaps(self, session: Session, me: Identity, missing: Sequence[HeldLock]) -> None:
         """Report each lock that was granted to another holder while this one still acted as its holder.
 
-        If that happens, rows were changed by hand, a clock stood still, or this room has a defect.
+        If that happens, rows were changed by hand, a clock stood still, or this package has a defect.
         """
         values = {"names": [held.name for held in missing], "tokens": [held.token for held in missing], "me": me.id}
         others = session.execute(self._sql(statements.READ_OTHER_HOLDERS), values).fetchall()

@@ -14,7 +14,7 @@ From SIGKILL to the next attempt:
     2  the leader's check, several times a second, finds a live row whose lock is free, and waits `GRACE`
        (`cluster/leader.py`). If the leader was killed, PostgreSQL first grants the leadership to the next instance
     3  `Registry.declare_gone`: one transaction takes the presence lock, sets the row to `gone`, and calls the hooks of
-       the rooms above; `Rescue` makes the runs pending, with a notification (RESCUE_ORPHANED)
+       the packages above; `Rescue` makes the runs pending, with a notification (RESCUE_ORPHANED)
     4  after the commit, the link of every instance receives `runs:…`, and the engine gives it to the backlog and wakes
        the dispatcher (`Engine._runs_wait`)
     5  an instance claims the run (CLAIM, with the next token), and its executor begins the attempt
