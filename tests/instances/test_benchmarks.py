@@ -20,11 +20,12 @@ pytestmark = pytest.mark.long
 TOGETHER = (
     ("locks", "limits", "throughput"),
     ("start", "latency", "idle"),
-    ("ordered", "rescue", "punctual"),
+    ("ordered", "rescue", "punctual", "traces"),
     ("backlog", "outage", "insert", "takeover", "once", "streams"),
 )
 FIGURES = {
     "throughput": ("Flotilla, one process", "pgbench, bare SQL", "≥ 40,000/s", "the feed costs"),
+    "traces": ("without traces", "one run in a hundred traced", "all runs traced"),
     "ordered": ("5,000 keys", "of ours", "1 key, its last quarter against its first", "≥ 0.75"),
     "insert": ("POST /runs:batch", "trigger_many", "≥ 80,000/s"),
     "once": ("once_many, 1,000 each", "≥ 50,000/s", "once, sixteen tasks", "all of them seen before"),
@@ -46,7 +47,7 @@ FIGURES = {
         "a singleton's instance is killed",
     ),
     "limits": ("callers", "≤ 1%", "≤ 50", "share of each"),
-    "idle": ("a follower/s", "each follower ≤ 2"),
+    "idle": ("a follower", "each follower ≤ 2", "an instance  PostgreSQL"),
     "takeover": ("SIGKILL of the leader → a new leader",),
     "outage": ("same ids: True; false deaths: 0",),
     "start": ("second time, to three ready",),
