@@ -152,7 +152,11 @@ async def test_every_instance_returns_the_figures_of_the_cluster(address: str) -
         assert figures[0]["flotilla_cluster_connections", frozenset()] == 24
 
 
-async def test_many_scrapes_within_a_second_read_the_database_once(address: str) -> None:
+async def test_many_scrapes_within_the_maximum_age_read_the_database_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine, fifty scrapes take longer than the second that it usually is.
+    monkeypatch.setattr(cluster_figures, "MAX_AGE", 3600.0)
     async with local_instance(address) as here:
         await asyncio.gather(*(here.running.client.get("/metrics") for _ in range(50)))
         assert here.engine.figures.reads == 1

@@ -81,7 +81,7 @@ class ClusterFigures:
         self._member = member
         self._anomalies = found
         self._figures: Figures | None = None
-        self._read_at = -MAX_AGE
+        self._read_at: float | None = None
         self._failing = False
         self._lock = asyncio.Lock()
 
@@ -89,7 +89,7 @@ class ClusterFigures:
         """Return the figures, at most `MAX_AGE` old; None while the database does not answer."""
         async with self._lock:
             loop = asyncio.get_running_loop()
-            if loop.time() - self._read_at >= MAX_AGE:
+            if self._read_at is None or loop.time() - self._read_at >= MAX_AGE:
                 self._figures = await self._read()
                 self._read_at = loop.time()
         return self._figures
