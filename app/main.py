@@ -6,12 +6,13 @@ from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
 
 from app import __version__
+from app.fleet import dashboard
+from app.fleet.edge import elsewhere, error_handlers, openapi, problems
+from app.fleet.edge.auth import needs
+from app.fleet.edge.context import Context
+from app.fleet.edge.middleware import Edge, is_not_traced
 from app.fleet.errors import SettingsError
 from app.fleet.http import actions, events, health, locks, metrics, runs
-from app.fleet.http.edge import elsewhere, error_handlers, openapi, problems
-from app.fleet.http.edge.auth import needs
-from app.fleet.http.edge.context import Context
-from app.fleet.http.edge.middleware import Edge, is_not_traced
 from app.fleet.lifespan import lifespan
 from app.fleet.telemetry import logs, tracing
 from app.settings import Settings
@@ -50,6 +51,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     if settings.role.serves:
         for module in (actions, runs, events, locks):
             app.include_router(module.router)
+        # Without this line there is no dashboard.
+        app.include_router(dashboard.router)
         app.include_router(routes.router, dependencies=[Depends(needs())])
     else:
         app.include_router(elsewhere.router)

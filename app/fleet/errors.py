@@ -47,7 +47,7 @@
     ├── Fenced                          another attempt owns the run; writes of this one are rejected
     ├── GiveUp                          raised by an action: fail now, a retry would not help
     ├── TryAgain                        raised by an action: retry, after a given time
-    └── HttpError                       a refused HTTP request (branches: `app.fleet.http.edge.problems`)
+    └── HttpError                       a refused HTTP request (branches: `app.fleet.edge.problems`)
 
 The text of an error says what happened, to what, and what to do about it. `exit_code` is the exit code of the command
 line. An instance that refuses to start exits with 3 whatever the error is, as uvicorn does.

@@ -42,10 +42,10 @@ from app.fleet.coordination.coordination import Coordination
 from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool.pool import Database
+from app.fleet.edge.context import Context, Services
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
-from app.fleet.http.edge.context import Context, Services
 from app.fleet.lifecycle import Phase
 from app.fleet.server.signals import Signals
 from app.fleet.settings import WATCHDOG_RESERVE, FleetSettings

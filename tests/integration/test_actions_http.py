@@ -13,10 +13,10 @@ import pytest
 from app.fleet import InSession, Run, action, trigger
 from app.fleet.api_keys import make_key
 from app.fleet.cluster.registry import Registration, Registry
+from app.fleet.edge.problems import BY_STATUS
 from app.fleet.engine.actions import admin
 from app.fleet.engine.dispatch.scheduler import READ_UNLOCKED
 from app.fleet.engine.maintenance.reconciler import Reconciler
-from app.fleet.http.edge.problems import BY_STATUS
 from tests.integration.test_edge import is_problem
 from tests.support.engine_harness import NAMESPACE
 from tests.support.postgres import BOUND

@@ -10,9 +10,9 @@ import pytest
 from fastapi import Response
 
 from app.fleet.api_keys import make_key
-from app.fleet.http.edge import readiness
-from app.fleet.http.edge.problems import KINDS
-from app.fleet.http.edge.readiness import CACHED_FOR
+from app.fleet.edge import readiness
+from app.fleet.edge.problems import KINDS
+from app.fleet.edge.readiness import CACHED_FOR
 from app.fleet.http.metrics import values
 from app.fleet.telemetry.metrics import DEFINITIONS
 from tests.support.postgres import BOUND, Postgres

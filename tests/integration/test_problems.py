@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from app.fleet import Run, action
+from app.fleet.edge.openapi import ProblemDetails
+from app.fleet.edge.problems import MAX_ERRORS, MAX_FIELD_LENGTH
 from app.fleet.errors import PayloadInvalid
-from app.fleet.http.edge.openapi import ProblemDetails
-from app.fleet.http.edge.problems import MAX_ERRORS, MAX_FIELD_LENGTH
 from tests.integration.test_actions_http import RUN, count_runs, get, post, send
 from tests.integration.test_edge import is_problem
 from tests.support.runs import LocalInstance, local_instance

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import httpx
 from fastapi import FastAPI
 
-from app.fleet.http.edge.context import Context
+from app.fleet.edge.context import Context
 from app.main import create_app
 from app.settings import Settings
 from tests.support import trial_routes

@@ -21,8 +21,8 @@ from sqlalchemy import text
 from app import routes
 from app.fleet import InSession, breaker, limit, lock, once
 from app.fleet.cli import main
-from app.fleet.http.edge import middleware
-from app.fleet.http.edge.context import InContext
+from app.fleet.edge import middleware
+from app.fleet.edge.context import InContext
 
 router = APIRouter(prefix="/trial")
 log = logging.getLogger("trial")

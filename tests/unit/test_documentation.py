@@ -33,6 +33,7 @@ from app.fleet.cli import app as command_line
 from app.fleet.cluster import anomalies
 from app.fleet.db.namespace import Lock
 from app.fleet.db.schema import metadata
+from app.fleet.edge.problems import KINDS
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.run import Blocking, Run
@@ -40,7 +41,6 @@ from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.figures.cluster_figures import Figures
 from app.fleet.engine.figures.run_metrics import RunMetrics
 from app.fleet.errors import FleetError
-from app.fleet.http.edge.problems import KINDS
 from app.fleet.runs.effects.states import RunState
 from app.fleet.settings import FleetSettings, known_names
 from app.fleet.telemetry.metrics import DEFINITIONS

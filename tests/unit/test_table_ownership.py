@@ -14,7 +14,7 @@ from app.fleet import sql
 from app.fleet.db.schema import cluster, coordination, engine, once, runs
 
 # From the lowest to the highest, as in the import contract of `pyproject.toml`.
-ROOMS = ("db", "cluster", "coordination", "runs", "stream", "engine", "http", "cli")
+ROOMS = ("db", "cluster", "coordination", "runs", "stream", "engine", "http", "dashboard", "cli")
 OWNERS = {
     owner: {value.name for value in vars(module).values() if isinstance(value, Table | Sequence)}
     for owner, module in {

@@ -130,6 +130,7 @@ def up(
     wait_for_leader(settings)
     show(settings)
     write(f"\n{len(ports)} instances up in {time.monotonic() - began:.1f} s. Next:")
+    write(f"  open http://{reachable(settings.host)}:{first}/dashboard")
     write(f"  curl http://{reachable(settings.host)}:{first}/health/instances")
     write(f"  tail -f {log_file('*')}")
     me = command_name()

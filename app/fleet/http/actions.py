@@ -14,6 +14,11 @@ from pydantic import TypeAdapter
 
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool.pool import Connection
+from app.fleet.edge.audit import set_subject
+from app.fleet.edge.auth import needs
+from app.fleet.edge.context import Context, InContext
+from app.fleet.edge.elsewhere import action_missing_here
+from app.fleet.edge.openapi import problem_responses
 from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.engine.enqueue import confirm
@@ -21,11 +26,7 @@ from app.fleet.engine.enqueue.insert import Triggered
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import ActionUnknown
 from app.fleet.http import idempotency
-from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, action_missing_here, answer, described, read, records
-from app.fleet.http.edge.audit import set_subject
-from app.fleet.http.edge.auth import needs
-from app.fleet.http.edge.context import Context, InContext
-from app.fleet.http.edge.openapi import problem_responses
+from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, answer, described, read, records
 from app.fleet.http.idempotency import IdempotencyKey
 from app.fleet.runs.read.records import RunRecord
 

@@ -12,13 +12,13 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from app.fleet.engine.actions import admin
+from app.fleet.edge.context import Context
+from app.fleet.edge.elsewhere import action_missing_here
+from app.fleet.edge.problems import NotFound, Unavailable, listed
 from app.fleet.engine.actions.action import PRIORITIES
 from app.fleet.engine.enqueue.insert import Triggered
 from app.fleet.engine.enqueue.orders import Order
-from app.fleet.errors import ActionUnknown, FleetError, PayloadInvalid, RunUnknown
-from app.fleet.http.edge.context import Context
-from app.fleet.http.edge.problems import NotFound, Unavailable, listed
+from app.fleet.errors import FleetError, PayloadInvalid, RunUnknown
 from app.fleet.http.fields import Instant, Key, Payload
 from app.fleet.runs.read import records as runs
 from app.fleet.runs.read.records import RunRecord
@@ -108,24 +108,6 @@ async def records(context: Context, triggered: Sequence[Triggered]) -> list[RunR
             "the run of this key ended long ago and has just been deleted: send the request again for a new run"
         )
     return [run for run in complete if run is not None]
-
-
-async def action_missing_here(context: Context, name: str) -> FleetError:
-    """Return the error for an action that is not in this instance's code: 404 only if no release ever had it."""
-    async with context.database.connection() as connection:
-        try:
-            found = await admin.find(connection, context.database.namespace, context.engine.catalogue, name)
-        except ActionUnknown as unknown:
-            return unknown
-    if found.state == "vanished":
-        who = "and neither does any other living instance: deploy a release that has it"
-    else:
-        others = f", such as {', '.join(found.standby[:3])}" if found.standby else ""
-        who = f"but other living instances have it{others}: send the request again shortly"
-    return Unavailable(
-        f"this instance does not have the action {name!r} in its code, so it cannot check the payload, {who}",
-        retry_after=2 if found.state != "vanished" else 30,
-    )
 
 
 async def actions_missing_here(context: Context, orders: Sequence[Order]) -> FleetError:

@@ -37,12 +37,12 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.responses import StreamingResponse
 
+from app.fleet.edge.auth import key_of, needs
+from app.fleet.edge.context import Context, InContext
+from app.fleet.edge.middleware import RETRY_MS
+from app.fleet.edge.openapi import problem_responses
+from app.fleet.edge.problems import HttpError, Unavailable
 from app.fleet.engine.actions import admin
-from app.fleet.http.edge.auth import key_of, needs
-from app.fleet.http.edge.context import Context, InContext
-from app.fleet.http.edge.middleware import RETRY_MS
-from app.fleet.http.edge.openapi import problem_responses
-from app.fleet.http.edge.problems import HttpError, Unavailable
 from app.fleet.http.runs import RunId, States, states_of
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
 from app.fleet.runs.effects.feed import Batch

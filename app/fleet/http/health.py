@@ -1,7 +1,7 @@
 """Health over HTTP: whether this instance is alive, whether it is ready, and which instances there are.
 
 `/health/live` does no I/O: a database outage is no reason to restart every instance. `/health/ready` is about this
-instance alone (`edge/readiness.py`). These two need no API key, and show the status and no internals.
+instance alone (`app/fleet/edge/readiness.py`). These two need no API key, and show the status and no internals.
 """
 
 from datetime import datetime
@@ -12,8 +12,8 @@ from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
 from app.fleet.coordination.locks.admin import lock_names
-from app.fleet.http.edge.auth import needs
-from app.fleet.http.edge.context import InContext
+from app.fleet.edge.auth import needs
+from app.fleet.edge.context import InContext
 from app.fleet.lifecycle import Phase
 from app.fleet.role import Role
 

@@ -8,10 +8,10 @@ from pydantic import TypeAdapter
 
 from app.fleet.coordination.locks import admin
 from app.fleet.coordination.locks.admin import LockRecord
+from app.fleet.edge.auth import key_of, name_of_key, needs
+from app.fleet.edge.context import InContext
+from app.fleet.edge.openapi import problem_responses
 from app.fleet.http.bodies import answer
-from app.fleet.http.edge.auth import key_of, name_of_key, needs
-from app.fleet.http.edge.context import InContext
-from app.fleet.http.edge.openapi import problem_responses
 from app.fleet.http.fields import LockName, ReleaseReason
 
 router = APIRouter(prefix="/locks", tags=["locks"], dependencies=[Depends(needs())])

@@ -16,6 +16,11 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from app.fleet.edge.audit import set_subject
+from app.fleet.edge.auth import needs
+from app.fleet.edge.context import Context, InContext
+from app.fleet.edge.openapi import problem_responses
+from app.fleet.edge.problems import HttpError
 from app.fleet.engine.actions import admin
 from app.fleet.engine.enqueue import confirm
 from app.fleet.engine.enqueue.insert import Triggered
@@ -34,11 +39,6 @@ from app.fleet.http.bodies import (
     read,
     records,
 )
-from app.fleet.http.edge.audit import set_subject
-from app.fleet.http.edge.auth import needs
-from app.fleet.http.edge.context import Context, InContext
-from app.fleet.http.edge.openapi import problem_responses
-from app.fleet.http.edge.problems import HttpError
 from app.fleet.http.fields import Ago
 from app.fleet.http.idempotency import IdempotencyKey
 from app.fleet.runs import cancel, retry

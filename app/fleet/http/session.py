@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import Depends
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet.http.edge.context import InContext
+from app.fleet.edge.context import InContext
 
 
 async def session_of(context: InContext) -> AsyncIterator[AsyncSession]:

@@ -233,7 +233,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def problem(status: int, detail: str) -> bytes:
-    """Return a whole response in the format of all problems (`http/edge/problems.py`)."""
+    """Return a whole response in the format of all problems (`app/fleet/edge/problems.py`)."""
     phrase = HTTPStatus(status).phrase
     body = json.dumps({"type": "/problems/bad-request", "title": phrase, "status": status, "detail": detail}).encode()
     head = (

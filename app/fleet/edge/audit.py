@@ -12,9 +12,9 @@ same transaction, which logs `command.audited`.
 from starlette.requests import Request
 from starlette.types import Scope
 
-from app.fleet.http.edge.auth import name_of_key
-from app.fleet.http.edge.context import Context
-from app.fleet.http.edge.problems import SAFE_METHODS
+from app.fleet.edge.auth import name_of_key
+from app.fleet.edge.context import Context
+from app.fleet.edge.problems import SAFE_METHODS
 from app.fleet.telemetry.logs import event_log
 
 MAX_SUBJECT_LENGTH = 200

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.fleet.http.edge.problems import MAX_ERRORS, Problem
+from app.fleet.edge.problems import MAX_ERRORS, Problem
 
 
 def install(app: FastAPI) -> None:

@@ -10,11 +10,11 @@ from fastapi import Depends, Request
 from app.fleet.cluster.member import Member
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.pool.pool import Database
+from app.fleet.edge.problems import Unavailable
+from app.fleet.edge.readiness import Readiness
+from app.fleet.edge.refused_keys import RefusedKeys
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError
-from app.fleet.http.edge.problems import Unavailable
-from app.fleet.http.edge.readiness import Readiness
-from app.fleet.http.edge.refused_keys import RefusedKeys
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.server.connections import Connections
 from app.fleet.settings import FleetSettings

@@ -34,10 +34,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.fleet.errors import FleetError
-from app.fleet.http.edge import audit, auth
-from app.fleet.http.edge.context import Context
-from app.fleet.http.edge.problems import (
+from app.fleet.edge import audit, auth
+from app.fleet.edge.context import Context
+from app.fleet.edge.problems import (
     KINDS,
     SAFE_METHODS,
     Forbidden,
@@ -46,6 +45,7 @@ from app.fleet.http.edge.problems import (
     Unavailable,
     problem,
 )
+from app.fleet.errors import FleetError
 from app.fleet.lifecycle import Phase
 from app.fleet.server import protocol
 from app.fleet.telemetry.logs import PROBES, event_log, request_id

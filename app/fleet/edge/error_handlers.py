@@ -19,8 +19,7 @@ from starlette.exceptions import HTTPException
 
 from app.fleet import errors
 from app.fleet.db.pool.pool import DatabaseAway
-from app.fleet.engine.enqueue.confirm import broke_off, is_away
-from app.fleet.http.edge.problems import (
+from app.fleet.edge.problems import (
     BY_STATUS,
     KINDS,
     SAFE_METHODS,
@@ -31,6 +30,7 @@ from app.fleet.http.edge.problems import (
     listed,
     problem,
 )
+from app.fleet.engine.enqueue.confirm import broke_off, is_away
 from app.fleet.telemetry.logs import event_log, request_id
 
 log = event_log(__name__)

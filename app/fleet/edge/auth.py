@@ -18,8 +18,8 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from fastapi.security.utils import get_authorization_scheme_param
 
 from app.fleet.api_keys import KEY, Scope, digest
-from app.fleet.http.edge.context import Context, InContext
-from app.fleet.http.edge.problems import Forbidden, TooManyRequests, Unauthorized
+from app.fleet.edge.context import Context, InContext
+from app.fleet.edge.problems import Forbidden, TooManyRequests, Unauthorized
 from app.fleet.settings import FleetSettings
 
 RANK = {"read": 0, "operate": 1, "admin": 2}
@@ -71,13 +71,17 @@ def check_key(scope: MutableMapping[str, Any], context: Context) -> None:
 
 
 def check(request: Request, context: Context, scope: Scope | None) -> None:
-    """Refuse a request whose key does not have the scope. If no keys are configured, refuse none."""
-    required = scope or ("read" if request.method in {"GET", "HEAD"} else "operate")
+    """Refuse a request whose key does not have the scope."""
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    given = token if scheme.lower() == "bearer" and token else request.headers.get("x-api-key")
+    check_given(request, context, given, scope or ("read" if request.method in {"GET", "HEAD"} else "operate"))
+
+
+def check_given(request: Request, context: Context, given: str | None, required: Scope) -> None:
+    """Refuse a request with this key if the key does not have the scope. If no keys are configured, refuse none."""
     request.state.key = None
     if not context.settings.api_keys:
         return
-    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
-    given = token if scheme.lower() == "bearer" and token else request.headers.get("x-api-key")
     if not given:
         context.refused_keys.count("missing")
         raise Unauthorized(

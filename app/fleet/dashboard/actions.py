@@ -1,0 +1,181 @@
+"""The actions: a list, and one with its options, a form to trigger it, and its last runs."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Response
+from fastapi.responses import RedirectResponse
+
+from app.fleet.dashboard import snapshot
+from app.fleet.dashboard.forms import PATH, fields
+from app.fleet.dashboard.page import new_router, reading, show
+from app.fleet.dashboard.session import InViewer, Viewer, may
+from app.fleet.edge.audit import set_subject
+from app.fleet.edge.context import Context, InContext
+from app.fleet.edge.elsewhere import action_missing_here
+from app.fleet.engine.actions import admin
+from app.fleet.engine.actions.action import Action
+from app.fleet.engine.enqueue import confirm
+from app.fleet.engine.enqueue.orders import Order
+from app.fleet.errors import PayloadInvalid
+from app.fleet.runs.read import pages
+
+LAST_RUNS = 20
+
+router = new_router()
+
+Operator = Annotated[Viewer, Depends(may("operate"))]
+
+
+@dataclass(frozen=True)
+class PayloadField:
+    """One field of a payload, as a field of a form."""
+
+    name: str
+    label: str
+    # `text`, `number`, `checkbox`, `choice`, or `json` for everything else.
+    kind: str
+    required: bool
+    value: str
+    choices: list[str]
+    help: str
+
+
+@router.get("/actions")
+async def actions_page(request: Request, context: InContext, who: InViewer) -> Response:
+    seen = await snapshot.latest(request)
+    return show(
+        request, context, "actions.html", who, title="Actions", now=seen.now, actions=seen.actions,
+        runnable=seen.runnable,
+    )  # fmt: skip
+
+
+@router.get("/actions/{name}")
+async def action_page(name: str, request: Request, context: InContext, who: InViewer) -> Response:
+    return await show_action(name, request, context, who)
+
+
+async def show_action(
+    name: str,
+    request: Request,
+    context: Context,
+    who: Viewer,
+    *,
+    status: int = 200,
+    given: dict[str, str] | None = None,
+    error: str | None = None,
+) -> Response:
+    """Show an action; after a refused trigger, with what was given and why it was refused."""
+    namespace = context.database.namespace
+    async with reading(context) as connection:
+        found = await admin.find(connection, namespace, context.engine.catalogue, name)
+        identifier = await admin.id_of(connection, namespace, name)
+        last = await pages.find_page(connection, namespace, action_id=identifier, limit=LAST_RUNS)
+    seen = await snapshot.latest(request)
+    declared = next((each for each in context.engine.catalogue if each.name == name), None)
+    return show(
+        request,
+        context,
+        "action.html",
+        who,
+        status=status,
+        title=name,
+        now=seen.now,
+        action=found,
+        runs=last,
+        runnable=seen.runnable.get(name),
+        declared=declared is not None,
+        fields=payload_fields(declared, given or {}) if declared else [],
+        # A form that is sent twice makes one run.
+        key=(given or {}).get("key") or f"dashboard-{secrets.token_hex(16)}",
+        error=error,
+    )
+
+
+@router.post("/actions/{name}/pause")
+async def pause(name: str, request: Request, context: InContext, _: Operator) -> Response:
+    async with context.database.autocommit() as connection:
+        await admin.pause(connection, context.database.namespace, name)
+    return after_change(request, f"{PATH}/actions/{name}")
+
+
+@router.post("/actions/{name}/resume")
+async def resume(name: str, request: Request, context: InContext, _: Operator) -> Response:
+    async with context.database.autocommit() as connection:
+        await admin.resume(connection, context.database.namespace, name)
+    return after_change(request, f"{PATH}/actions/{name}")
+
+
+@router.post("/actions/{name}/runs")
+async def trigger_run(name: str, request: Request, context: InContext, who: Operator) -> Response:
+    if name not in context.engine.catalogue:
+        raise await action_missing_here(context, name)
+    given = await fields(request)
+    try:
+        payload = payload_of(context.engine.catalogue[name], given)
+        order = Order(name, payload, given.get("key") or None, ordering_key=given.get("ordering_key") or None)
+        (done,) = await confirm.trigger(context.engine.triggers, [order], by="api")
+    except PayloadInvalid as error:
+        return await show_action(name, request, context, who, status=422, given=given, error=str(error))
+    set_subject(request, f"{name} run {done.id}")
+    return after_change(request, f"{PATH}/runs/{done.id}")
+
+
+def after_change(request: Request, to: str) -> Response:
+    """Lead to the page that shows the change."""
+    snapshot.snapshots_of(request).forget()
+    return RedirectResponse(to, 303)
+
+
+# -- the form of a payload --------------------------------------------------------------------------------------------
+
+
+def payload_fields(action: Action[Any], given: dict[str, str]) -> list[PayloadField]:
+    """Return the fields of the payload's JSON schema; one field for the whole payload if it has no fields."""
+    schema = action.adapter.json_schema()
+    properties = schema.get("properties")
+    if action.plain or not properties:
+        return [PayloadField("payload", "Payload", "json", False, given.get("payload", "{}"), [], "A JSON object")]
+    return [
+        payload_field(name, part, name in schema.get("required", ()), given.get(f"payload.{name}"))
+        for name, part in properties.items()
+    ]
+
+
+def payload_field(name: str, part: dict[str, Any], required: bool, given: str | None) -> PayloadField:
+    kinds = {"string": "text", "integer": "number", "number": "number", "boolean": "checkbox"}
+    kind = "choice" if "enum" in part else kinds.get(part.get("type", ""), "json")
+    default = part.get("default")
+    value = (
+        given if given is not None else "" if default is None else default if kind == "text" else json.dumps(default)
+    )
+    choices = [str(each) for each in part.get("enum", ())]
+    return PayloadField(
+        f"payload.{name}", part.get("title", name), kind, required, value, choices, part.get("description", "")
+    )
+
+
+def payload_of(action: Action[Any], given: dict[str, str]) -> Any:
+    """Return the payload that the fields of the form describe. The action's type checks it when it is triggered."""
+    payload: dict[str, Any] = {}
+    for each in payload_fields(action, {}):
+        text = given.get(each.name, "")
+        if each.name == "payload":
+            return parsed("payload", text or "{}")
+        name = each.name.removeprefix("payload.")
+        if each.kind == "checkbox":
+            payload[name] = text == "true"
+        elif each.kind in {"text", "choice"} and (text or each.required):
+            payload[name] = text
+        elif text:
+            payload[name] = parsed(each.name, text)
+    return payload
+
+
+def parsed(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise PayloadInvalid(f"{name} is not JSON: {error}") from None

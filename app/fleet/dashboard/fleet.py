@@ -1,0 +1,60 @@
+"""The first page: the instances, who leads, what is wrong, and what happened in the last hour."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from fastapi import Request, Response
+
+from app.fleet.dashboard import snapshot
+from app.fleet.dashboard.page import new_router, show
+from app.fleet.dashboard.session import InViewer
+from app.fleet.dashboard.snapshot import Change
+from app.fleet.edge.context import InContext
+
+HOUR = timedelta(hours=1)
+# The width of the time line, in its own units.
+WIDTH = 1000
+
+router = new_router()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A change at its place on the time line."""
+
+    x: float
+    what: str
+    title: str
+
+
+@router.get("")
+async def fleet_page(request: Request, context: InContext, who: InViewer) -> Response:
+    seen = await snapshot.latest(request)
+    return show(
+        request,
+        context,
+        "fleet.html",
+        who,
+        title="Fleet",
+        now=seen.now,
+        instances=[each for each in seen.instances if each.live],
+        gone=[each for each in seen.instances if not each.live],
+        anomalies=seen.anomalies,
+        history=seen.history,
+        marks=marks(seen.history, seen.now),
+        waiting=sum(runs for runs, _ in seen.runnable.values()),
+        oldest=max((seconds for _, seconds in seen.runnable.values()), default=0.0),
+    )
+
+
+def marks(history: Sequence[Change], now: datetime) -> list[Mark]:
+    return [
+        Mark(
+            round(WIDTH * (1 - (now - each.at) / HOUR), 1),
+            each.what,
+            f"{each.at:%H:%M:%S} {each.instance} {each.what}",
+        )
+        for each in history
+        if now - each.at <= HOUR
+    ]

@@ -1,0 +1,139 @@
+"""A page of the dashboard: its template, its headers, and what it shows instead if something goes wrong.
+
+Every error that the API answers with a problem (`app/fleet/edge/error_handlers.py`) is a page here, with the same text
+and status. A statement that takes longer than a second is cancelled, and the page shows this reason: a viewer must not
+cost the database more than that.
+
+The Content-Security-Policy allows only files of this service, and no script or style within a page.
+"""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import psycopg
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.routing import APIRoute
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from app.fleet.dashboard import wording
+from app.fleet.dashboard.forms import PATH, form_token, keep_token
+from app.fleet.db.pool.pool import Connection
+from app.fleet.edge.context import Context
+from app.fleet.edge.error_handlers import HANDLERS
+from app.fleet.edge.problems import NotFound
+from app.fleet.engine.figures.cluster_figures import LIMIT_TIME
+
+if TYPE_CHECKING:
+    from app.fleet.dashboard.session import Viewer
+
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+TOO_SLOW = "This took the database longer than a second, so it was stopped. Try a narrower filter, or try again later."
+MEDIA_TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
+
+STATIC = {each.name: each.read_bytes() for each in files("app.fleet.dashboard").joinpath("static").iterdir()}
+# The address of a file contains a digest of its content, so browsers keep it for ever.
+VERSIONS = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in STATIC.items()}
+
+templates = Environment(
+    loader=PackageLoader("app.fleet.dashboard"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    auto_reload=False,
+)
+templates.globals |= {"path": PATH, "static": lambda name: f"{PATH}/static/{VERSIONS[name]}/{name}"}
+templates.filters |= wording.FILTERS
+
+
+class SignInNeeded(Exception):
+    """Leads to the sign-in, and from there back to the page."""
+
+    def __init__(self, request: Request) -> None:
+        query = f"?{request.url.query}" if request.url.query else ""
+        self.to = request.url.path + query if request.method in {"GET", "HEAD"} else PATH
+
+
+class PageRoute(APIRoute):
+    """A route that answers errors with pages."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_pages(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except SignInNeeded as error:
+                return RedirectResponse(f"{PATH}/sign-in?to={quote(error.to, safe='/')}", 303)
+            except psycopg.errors.QueryCanceled:
+                return show_error(request, 503, "Too slow", TOO_SLOW)
+            except Exception as error:
+                handler = next((HANDLERS[each] for each in type(error).__mro__ if each in HANDLERS), None)
+                if handler is None:
+                    raise
+                problem = await handler(request, error)
+                body = json.loads(bytes(problem.body))
+                return show_error(request, problem.status_code, body["title"], body["detail"], problem.headers)
+
+        return handle_with_pages
+
+
+@asynccontextmanager
+async def reading(context: Context) -> AsyncIterator[Connection]:
+    """Borrow a connection for the statements of a page; each may take a second."""
+    async with context.database.connection() as connection:
+        await connection.execute(LIMIT_TIME)
+        yield connection
+
+
+def show(
+    request: Request, context: Context, template: str, viewer: "Viewer | None", *, status: int = 200, **values: Any
+) -> HTMLResponse:
+    """Return a page."""
+    token = form_token(request, context.settings)
+    engine = context.engine if context.started else None
+    html = templates.get_template(template).render(
+        viewer=viewer,
+        token=token,
+        namespace=context.settings.namespace,
+        instance=context.member.identity.name if engine and context.member.identity else "",
+        signs_in=bool(context.settings.api_keys),
+        section=request.url.path.removeprefix(PATH).strip("/").partition("/")[0],
+        **values,
+    )
+    response = HTMLResponse(html, status, {"content-security-policy": POLICY})
+    keep_token(request, response, context.settings, token)
+    return response
+
+
+def show_error(request: Request, status: int, title: str, detail: str, headers: Any = None) -> Response:
+    context: Context = request.app.state.fleet
+    response = show(request, context, "error.html", None, status=status, title=title, detail=detail)
+    if headers is not None and "retry-after" in headers:
+        response.headers["retry-after"] = headers["retry-after"]
+    return response
+
+
+def new_router() -> APIRouter:
+    return APIRouter(prefix=PATH, route_class=PageRoute, include_in_schema=False)
+
+
+router = new_router()
+
+
+@router.get("/static/{version}/{name}")
+async def static(version: str, name: str) -> Response:
+    """Return a file of the dashboard. It has no secrets, so it needs no sign-in."""
+    if name not in STATIC or version != VERSIONS[name]:
+        raise NotFound("there is no such file")
+    headers = {"cache-control": "public, max-age=31536000, immutable"}
+    return Response(STATIC[name], 200, headers, MEDIA_TYPES[name.rpartition(".")[2]])

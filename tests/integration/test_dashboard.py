@@ -1,0 +1,327 @@
+"""The dashboard: what its pages show, who may see and change what, and what it costs."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator
+from html import unescape
+from typing import Any
+
+import httpx
+import pytest
+
+from app.fleet import dashboard
+from app.fleet.api_keys import make_key
+from app.fleet.dashboard import page, session, snapshot
+from app.fleet.db.namespace import Statement
+from app.main import create_app
+from app.settings import Settings
+from tests.integration.test_audit import logged
+from tests.support.runs import LocalInstance, local_instance, soon
+
+pytestmark = pytest.mark.anyio
+
+READ, OPERATE, ADMIN = make_key("bob", "read"), make_key("alice", "operate"), make_key("root", "admin")
+LINES = ",".join(line for _, line in (READ, OPERATE, ADMIN))
+PAGES = ("", "/actions", "/actions/echo", "/runs", "/locks", "/sign-in")
+MAX_FIRST_PAGE = 100_000
+
+
+def time_limit(milliseconds: int) -> Statement:
+    return Statement(f"SELECT set_config('statement_timeout', '{milliseconds}', true)")
+
+
+@pytest.fixture(autouse=True)
+def no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a statement may take longer than the second that a page allows."""
+    monkeypatch.setattr(page, "LIMIT_TIME", time_limit(60_000))
+
+
+@pytest.fixture
+async def here(address: str) -> AsyncIterator[LocalInstance]:
+    """An instance without keys, as in development: every viewer may do everything."""
+    async with local_instance(address) as own:
+        yield own
+
+
+@pytest.fixture
+async def guarded(address: str) -> AsyncIterator[LocalInstance]:
+    async with local_instance(address, api_keys=LINES, log_level="info") as own:
+        yield own
+
+
+async def get(here: LocalInstance, path: str, status: int = 200) -> str:
+    answer = await here.running.client.get(f"/dashboard{path}")
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    return answer.text
+
+
+async def post(here: LocalInstance, form_on: str, path: str, **fields: str) -> httpx.Response:
+    """Send a form of a page: its token, and these fields."""
+    token = value_of(await get(here, form_on), "token")
+    data = {name.replace("__", "."): value for name, value in fields.items()}
+    return await here.running.client.post(f"/dashboard{path}", data={"token": token, **data})
+
+
+async def sign_in(here: LocalInstance, key: str, to: str = "/dashboard") -> httpx.Response:
+    here.running.client.cookies.clear()
+    return await post(here, "/sign-in", "/sign-in", key=key, to=to)
+
+
+def value_of(html: str, field: str) -> str:
+    found = re.search(rf'name="{re.escape(field)}" value="([^"]*)"', html)
+    assert found is not None, html
+    return unescape(found[1])
+
+
+def alert(html: str) -> str:
+    found = re.search(r'role="alert">(.*?)</p>', html, re.DOTALL)
+    assert found is not None, html
+    return unescape(found[1])
+
+
+async def test_every_page_is_whole_without_the_script_and_loads_nothing_from_elsewhere(here: LocalInstance) -> None:
+    await here.run("fail")
+    await here.trigger("nap", {"seconds": 3600})
+    for path in (*PAGES, "/runs/1", "/runs/2"):
+        answer = await here.running.client.get(f"/dashboard{path}")
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-security-policy"] == page.POLICY
+        assert "unsafe" not in page.POLICY
+        html = answer.text
+        assert not re.search(r"<style|\sstyle=|<script(?! src=)|\son[a-z]+=", html), path
+        assert {
+            link.startswith(("/dashboard", "#")) for link in re.findall(r'(?:href|src|action)="([^"]*)"', html)
+        } == {True}
+        assert html.count("<h1>") == 1
+        assert '<html lang="en">' in html
+
+
+async def test_the_first_page_is_light(here: LocalInstance) -> None:
+    html = await get(here, "")
+    files = re.findall(r'(?:href|src)="(/dashboard/static/[^"]*)"', html)
+    answers = [await here.running.client.get(file) for file in files]
+    assert len(html.encode()) + sum(len(answer.content) for answer in answers) <= MAX_FIRST_PAGE
+    assert len(answers) == 3
+    for answer in answers:
+        assert answer.status_code == 200
+        assert answer.headers["cache-control"] == "public, max-age=31536000, immutable"
+    assert (await here.running.client.get(files[0].replace("/dashboard.css", "/none.css"))).status_code == 404
+
+
+async def test_the_fleet_shows_instances_anomalies_and_the_last_hour(here: LocalInstance) -> None:
+    await here.wait_for_leader()
+    await here.sql("INSERT INTO leader_terms (instance_id, instance) SELECT 1, 'flotilla-1' FROM generate_series(1, 9)")
+
+    async def shown() -> bool:
+        return "leader_flapping" in await get(here, "")
+
+    await soon(shown)
+    html = await get(here, "")
+    assert "docs/runbook/leader_flapping.md" in html
+    assert ">flotilla-1<" in html
+    assert "became the leader" in html
+    assert "joined" in html
+
+
+async def test_an_action_is_paused_and_resumed(here: LocalInstance) -> None:
+    assert (await post(here, "/actions", "/actions/echo/pause")).headers["location"] == "/dashboard/actions/echo"
+    assert 'class="state paused"' in await get(here, "/actions/echo")
+    assert (await post(here, "/actions", "/actions/echo/resume")).status_code == 303
+    assert 'class="state active"' in await get(here, "/actions/echo")
+    assert "there is no action" in alert(await get(here, "/actions/none", 404))
+
+
+async def test_a_run_is_triggered_by_a_form_made_from_the_type_of_the_payload(here: LocalInstance) -> None:
+    form = await get(here, "/actions/weigh")
+    assert re.search(r'<input type="number"[^>]* name="payload.weight"[^>]* required', form)
+    key = value_of(form, "key")
+    first = await post(here, "/actions/weigh", "/actions/weigh/runs", key=key, payload__weight="7")
+    again = await post(here, "/actions/weigh", "/actions/weigh/runs", key=key, payload__weight="7")
+    assert first.headers["location"] == again.headers["location"], "a form that is sent twice makes one run"
+    run_id = int(first.headers["location"].rpartition("/")[2])
+    assert (await here.ended(run_id)).result == 7
+    html = await get(here, f"/runs/{run_id}")
+    assert 'class="state succeeded"' in html
+    assert "attempt 1 on flotilla-1" in html
+
+    refused = await post(here, "/actions/weigh", "/actions/weigh/runs", key="other", payload__weight="heavy")
+    assert refused.status_code == 422
+    assert "payload.weight" in alert(refused.text)
+    assert value_of(refused.text, "payload.weight") == "heavy", "what was typed is not lost"
+
+    free = await post(here, "/actions/echo", "/actions/echo/runs", key="third", payload='{"a": [1]}')
+    assert (await here.ended(int(free.headers["location"].rpartition("/")[2]))).result == {"a": [1]}
+
+
+async def test_a_run_is_cancelled_and_retried(here: LocalInstance) -> None:
+    run_id = await here.trigger("nap", {"seconds": 3600})
+    await here.attempt(run_id)
+    assert (await post(here, f"/runs/{run_id}", f"/runs/{run_id}/cancel")).status_code == 303
+    await here.until(run_id, "cancelled")
+    assert (await post(here, f"/runs/{run_id}", f"/runs/{run_id}/retry")).status_code == 303
+    await here.until(run_id, "running", "pending")
+    refused = await post(here, f"/runs/{run_id}", f"/runs/{run_id}/retry")
+    assert refused.status_code in {303, 409}
+    assert "no run 999" in alert(await get(here, "/runs/999", 404))
+
+
+async def test_runs_are_filtered_and_paged_by_the_address(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.fleet.dashboard.runs.PAGE", 2)
+    ids = [await here.trigger("echo") for _ in range(3)]
+    failed = await here.run("give-up")
+    for run_id in ids:
+        await here.ended(run_id)
+    html = await get(here, "/runs?action=echo")
+    assert re.findall(r'href="/dashboard/runs/(\d+)"', html) == [str(ids[2]), str(ids[1])]
+    older = unescape(re.findall(r'rel="next" href="/dashboard([^"]*)"', html)[0])
+    assert re.findall(r'href="/dashboard/runs/(\d+)"', await get(here, older)) == [str(ids[0])]
+    assert re.findall(r'href="/dashboard/runs/(\d+)"', await get(here, "/runs?state=failed")) == [str(failed.id)]
+    assert "there is no such state" in alert(await get(here, "/runs?state=nonsense", 400))
+    assert "No runs match" in await get(here, "/runs?state=cancelled")
+
+
+async def test_a_lock_is_released_with_a_reason_and_the_name_of_the_key(
+    guarded: LocalInstance, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = await guarded.trigger("hold-lock")
+
+    async def held() -> list[tuple[Any, ...]]:
+        return await guarded.sql("SELECT name FROM service_locks WHERE instance_id IS NOT NULL")
+
+    ((name,),) = await soon(held)
+    await sign_in(guarded, OPERATE[0])
+    assert "Release" not in await get(guarded, "/locks")
+    refused = await post(guarded, "/actions", "/locks/release", name=name, reason="stuck")
+    assert refused.status_code == 403
+    assert "'admin'" in alert(refused.text)
+    await sign_in(guarded, ADMIN[0])
+    assert "a forced release needs a reason" in alert(
+        (await post(guarded, "/locks", "/locks/release", name=name, reason=" ")).text
+    )
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    assert (await post(guarded, "/locks", "/locks/release", name=name, reason="stuck")).status_code == 303
+    (release,) = await guarded.sql("SELECT name, reason, released_by FROM lock_releases")
+    assert release == (name, "stuck", "API key root, on the dashboard")
+    (audited,) = [each for each in logged(caplog, "request.audited") if each["route"].endswith("/release")]
+    assert (audited["key"], audited["subject"], audited["status"]) == ("root", name, 303)
+    await guarded.ended(run_id)
+
+
+# -- who may see it ---------------------------------------------------------------------------------------------------
+
+
+async def test_without_a_session_every_page_leads_to_the_sign_in_and_back(guarded: LocalInstance) -> None:
+    for path in ("", "/actions", "/runs?state=failed", "/runs/1", "/locks"):
+        answer = await guarded.running.client.get(f"/dashboard{path}")
+        assert answer.status_code == 303
+        assert answer.headers["location"].startswith("/dashboard/sign-in?to=/dashboard")
+    answer = await sign_in(guarded, READ[0], "/dashboard/runs?state=failed")
+    assert answer.headers["location"] == "/dashboard/runs?state=failed"
+    cookie = next(each for each in answer.headers.get_list("set-cookie") if "-session=" in each)
+    assert {"HttpOnly", "SameSite=lax", "Path=/dashboard", "Max-Age=43200"} <= set(cookie.split("; "))
+    assert "bob (read)" in await get(guarded, "")
+    assert (await post(guarded, "", "/sign-out")).headers["location"] == "/dashboard/sign-in"
+    assert (await guarded.running.client.get("/dashboard")).status_code == 303
+
+
+@pytest.mark.parametrize(
+    "to", ["https://elsewhere.example", "//elsewhere.example", "/dashboard\\..", "/dashboardx", ""]
+)
+async def test_the_sign_in_leads_nowhere_else(guarded: LocalInstance, to: str) -> None:
+    assert (await sign_in(guarded, READ[0], to)).headers["location"] == "/dashboard"
+
+
+async def test_an_unknown_key_does_not_sign_in(guarded: LocalInstance) -> None:
+    answer = await sign_in(guarded, "flotilla_wrong")
+    assert answer.status_code == 401
+    assert "unknown" in alert(answer.text)
+    assert "flotilla_wrong" not in answer.text
+    assert (await guarded.running.client.get("/dashboard")).status_code == 303
+
+
+async def test_a_key_with_the_scope_read_sees_no_payloads_and_changes_nothing(guarded: LocalInstance) -> None:
+    run_id = await guarded.trigger("echo", {"secret": "s3cret"})
+    await guarded.ended(run_id)
+    await sign_in(guarded, READ[0])
+    html = await get(guarded, f"/runs/{run_id}")
+    assert "s3cret" not in html
+    assert "<button>Retry" not in html
+    for path in ("/actions/echo/pause", "/actions/echo/resume", "/actions/echo/runs", f"/runs/{run_id}/retry"):
+        refused = await post(guarded, "", path)
+        assert refused.status_code == 403
+        assert "'operate'" in alert(refused.text)
+    await sign_in(guarded, OPERATE[0])
+    assert "s3cret" in await get(guarded, f"/runs/{run_id}")
+
+
+async def test_a_cookie_is_refused_if_it_is_changed_expired_or_of_a_removed_key(guarded: LocalInstance) -> None:
+    settings = guarded.running.context.settings
+    await sign_in(guarded, READ[0])
+    name = session.session_cookie(settings)
+    cookie = guarded.running.client.cookies[name]
+    line = session.line_of_cookie(settings, cookie)
+    assert line is not None
+    assert line["name"] == "bob"
+    forged = (cookie.replace("bob.", "root."), cookie[:-1] + ("0" if cookie[-1] != "0" else "1"), "", "x" * 5000)
+    expired = session.signed(settings, line, int(time.time()) - 1)
+    for each in (*forged, expired):
+        assert session.line_of_cookie(settings, each) is None
+    others = Settings.load(database_url=settings.database_url, api_keys=ADMIN[1])
+    assert session.line_of_cookie(others, cookie) is None, "the key was removed from the settings"
+    elsewhere = Settings.load(database_url="postgresql://u:other@h/d", api_keys=LINES)
+    assert session.line_of_cookie(elsewhere, cookie) is None, "the digests alone make no session"
+
+
+@pytest.mark.parametrize("headers", [{"sec-fetch-site": "cross-site"}, {"origin": "https://elsewhere.example"}])
+async def test_a_form_of_another_site_changes_nothing(guarded: LocalInstance, headers: dict[str, str]) -> None:
+    await sign_in(guarded, ADMIN[0])
+    token = value_of(await get(guarded, "/actions"), "token")
+    client = guarded.running.client
+    path = "/dashboard/actions/echo/pause"
+    for sent in ({}, {"token": "0" * 32}):
+        assert (await client.post(path, data=sent)).status_code == 403
+    refused = await client.post(path, data={"token": token}, headers=headers)
+    assert refused.status_code == 403
+    assert "does not come from a page of the dashboard" in alert(refused.text)
+    assert 'class="state active"' in await get(guarded, "/actions/echo")
+
+
+async def test_a_service_replaces_the_sign_in_or_leaves_the_dashboard_out(guarded: LocalInstance) -> None:
+    async def staff() -> dashboard.Viewer:
+        return dashboard.Viewer("carol", "read")
+
+    guarded.running.app.dependency_overrides[dashboard.viewer] = staff
+    assert "carol (read)" in await get(guarded, "")
+    refused = await post(guarded, "", "/actions/echo/pause")
+    assert refused.status_code == 403
+
+
+async def test_a_worker_serves_no_dashboard() -> None:
+    routes = {getattr(route, "path", "") for route in create_app(Settings.load(role="worker")).routes}
+    assert not [path for path in routes if path.startswith("/dashboard")]
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+async def test_many_viewers_cost_one_read_a_second(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_AGE", 3600.0)
+    await get(here, "")
+    reads = here.running.app.state.dashboard.reads
+    await asyncio.gather(*(get(here, path) for path in ("", "/actions", "/locks") for _ in range(20)))
+    assert here.running.app.state.dashboard.reads == reads
+
+
+async def test_a_page_that_takes_the_database_too_long_says_so(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "HISTORY", Statement("SELECT pg_sleep(60)"))
+    monkeypatch.setattr(page, "LIMIT_TIME", time_limit(100))
+    assert "longer than a second" in alert(await get(here, "", 503))
+    monkeypatch.setattr(page, "LIMIT_TIME", time_limit(60_000))
+    monkeypatch.setattr(snapshot, "HISTORY", Statement("SELECT now(), 'x', 'joined', NULL"))
+    await get(here, "")
