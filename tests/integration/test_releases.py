@@ -57,7 +57,8 @@ async def deploying(address: str, **other: Any) -> AsyncIterator[Deploy]:
         local_instance(address, **other) as another,
         leaving,
     ):
-        leaver = await leaving.enter_async_context(local_instance(address, version="one"))
+        # Half of this time is for writing: what is not written by then is not returned, but rescued.
+        leaver = await leaving.enter_async_context(local_instance(address, version="one", pause_timeout=6.0))
         for each in (staying, another):
             each.engine.dispatcher.pause_claiming(True)
         runs = await staying.trigger_all([Order("nap", {"seconds": 3600})] * RUNS)
