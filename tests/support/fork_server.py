@@ -2,8 +2,8 @@
 
 Most of the start time of an instance is importing Python modules, and the tests start several hundred instances. Each
 test process has one fork server. It imports the modules that an instance needs; none of them reads the environment,
-opens a file or starts a thread on import. A forked process is an ordinary process: it has its own session, environment
-and standard streams, and any signal that ends a process ends it.
+keeps a file open or starts a thread on import. A forked process is an ordinary process: it has its own session,
+environment and standard streams, and any signal that ends a process ends it.
 
 Protocol: one connection of a UNIX socket per process. The request says what to run and carries three file descriptors.
 The server answers with the process id, and later with the exit code. When the fork server ends, as it does at the end
@@ -38,6 +38,7 @@ MODULES = (
     "anyio._backends._asyncio",
     "app.fleet",
     "app.fleet.cli",
+    "app.fleet.dashboard",
     "app.fleet.db.embedded",
     "app.fleet.http.actions",
     "app.fleet.edge.auth",
