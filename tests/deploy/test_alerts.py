@@ -218,6 +218,8 @@ def test_a_pool_that_is_used_up(fleet: Fleet, tmp_path: Path) -> None:
     fault.shows({"45s": {}, "4m": {"FlotillaPoolExhausted": 1}})
 
 
+# Longer than for other tests: beside many other processes, the deploy takes minutes.
+@pytest.mark.timeout(900)
 @pytest.mark.long
 def test_no_alert_fires_during_a_rolling_deploy_of_ten_instances(fleet: Fleet, tmp_path: Path) -> None:
     """The test takes long because ten instances start one after the other, and as many end in order."""
