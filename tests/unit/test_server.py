@@ -1,12 +1,17 @@
-"""The limits for clients are set only in the configuration of uvicorn, and fit the allowed number of open files."""
+"""What is changed in uvicorn: the limits for clients, the number of open files, a client that has just left."""
 
+import asyncio
 import resource
 import signal
 
 import pytest
 import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from app.fleet.edge.context import Context
+from app.fleet.edge.middleware import Edge
 from app.fleet.server.connections import OTHER_FILES, SURPLUS, Connections
 from app.fleet.server.process import Server
 from app.settings import Settings
@@ -60,3 +65,33 @@ def test_without_uvicorn_as_the_server_nothing_is_changed(monkeypatch: pytest.Mo
     server.limit_clients(settings, connections)
     server.limit_graceful_shutdown(5)
     assert (server.port, server.reloading, server.is_stopping(), connections.open) == (None, False, False, 0)
+
+
+class ClosedExchange:
+    """uvicorn's side of a request whose connection uvloop has closed: uvicorn is notified later, and a write raises."""
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.disconnected = False
+
+    def is_closing(self) -> bool:
+        return True
+
+    async def send(self, _: Message) -> None:
+        if not self.disconnected:
+            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+
+def test_a_response_to_a_client_that_has_just_left_is_discarded_without_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    exchange = ClosedExchange()
+    scope: Scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "state": {}}
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    edge = Edge(PlainTextResponse("done"), Context(Settings.load(), version="1"))
+    asyncio.run(edge(scope, receive, exchange.send))
+    assert exchange.disconnected, "uvicorn discards what follows"
+    assert "request.failed" not in caplog.messages

@@ -261,6 +261,7 @@ class Exchange:
     # -- the response -------------------------------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
+        protocol.discard_if_closed(self._send)
         if message["type"] == "http.response.start":
             self._started = True
             self._status = message["status"]

@@ -248,6 +248,17 @@ def is_over_limit(scope: Scope) -> bool:
     return OVER_LIMIT in scope.get("state", {})
 
 
+def discard_if_closed(send: Send) -> None:
+    """Let uvicorn discard the response if the connection is closed already.
+
+    The client has left, and uvicorn is notified in the next iteration of the event loop. A write before that raises.
+    """
+    exchange = getattr(send, "__self__", None)
+    transport = getattr(exchange, "transport", None)
+    if transport is not None and transport.is_closing():
+        exchange.disconnected = True  # type: ignore[union-attr]
+
+
 def reset_connection(send: Send) -> bool:
     """Close the connection of a response at once, if this is uvicorn: ASGI has no message for that."""
     abort = getattr(getattr(getattr(send, "__self__", None), "transport", None), "abort", None)
