@@ -146,13 +146,15 @@ async def test_a_run_is_triggered_by_a_form_made_from_the_type_of_the_payload(he
     html = await get(here, f"/runs/{run_id}")
     assert 'class="state succeeded"' in html
     assert "attempt 1 on flotilla-1" in html
+    changed = await post(here, "/actions/weigh", "/actions/weigh/runs", key=key, payload__weight="8")
+    assert changed.headers["location"] != first.headers["location"], "the payload was changed after a step back"
 
-    refused = await post(here, "/actions/weigh", "/actions/weigh/runs", key="other", payload__weight="heavy")
+    refused = await post(here, "/actions/weigh", "/actions/weigh/runs", key=key, payload__weight="heavy")
     assert refused.status_code == 422
     assert "payload.weight" in alert(refused.text)
     assert value_of(refused.text, "payload.weight") == "heavy", "what was typed is not lost"
 
-    free = await post(here, "/actions/echo", "/actions/echo/runs", key="third", payload='{"a": [1]}')
+    free = await post(here, "/actions/echo", "/actions/echo/runs", key=key, payload='{"a": [1]}')
     assert (await here.ended(int(free.headers["location"].rpartition("/")[2]))).result == {"a": [1]}
 
 
@@ -282,12 +284,22 @@ async def test_a_form_of_another_site_changes_nothing(guarded: LocalInstance, he
     token = value_of(await get(guarded, "/actions"), "token")
     client = guarded.running.client
     path = "/dashboard/actions/echo/pause"
-    for sent in ({}, {"token": "0" * 32}):
+    for sent in ({}, {"token": "0" * 32}, {"token": "ü"}):
         assert (await client.post(path, data=sent)).status_code == 403
     refused = await client.post(path, data={"token": token}, headers=headers)
     assert refused.status_code == 403
     assert "does not come from a page of the dashboard" in alert(refused.text)
     assert 'class="state active"' in await get(guarded, "/actions/echo")
+
+
+@pytest.mark.parametrize("content", [b"token=\xff", b"&".join(b"a%d=1" % number for number in range(200))])
+async def test_a_form_that_no_page_has_made_is_refused(here: LocalInstance, content: bytes) -> None:
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    answer = await here.running.client.post("/dashboard/actions/echo/pause", content=content, headers=headers)
+    assert answer.status_code == 400
+    assert "not a form of the dashboard" in alert(answer.text)
+    wrong = await post(here, "/actions/echo", "/actions/echo/runs", key="x" * 10_000, payload="{}")
+    assert wrong.status_code == 400
 
 
 async def test_a_service_replaces_the_sign_in_or_leaves_the_dashboard_out(guarded: LocalInstance) -> None:

@@ -1,6 +1,8 @@
 """The actions: a list, and one with its options, a form to trigger it, and its last runs."""
 
+import hashlib
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,6 +17,7 @@ from app.fleet.dashboard.session import InViewer, Viewer, may
 from app.fleet.edge.audit import set_subject
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.elsewhere import action_missing_here
+from app.fleet.edge.problems import HttpError
 from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.enqueue import confirm
@@ -23,6 +26,7 @@ from app.fleet.errors import PayloadInvalid
 from app.fleet.runs.read import pages
 
 LAST_RUNS = 20
+FORM_KEY = re.compile(r"dashboard-[0-9a-f]{32}")
 
 router = new_router()
 
@@ -88,7 +92,6 @@ async def show_action(
         runnable=seen.runnable.get(name),
         declared=declared is not None,
         fields=payload_fields(declared, given or {}) if declared else [],
-        # A form that is sent twice makes one run.
         key=(given or {}).get("key") or f"dashboard-{secrets.token_hex(16)}",
         error=error,
     )
@@ -115,12 +118,21 @@ async def trigger_run(name: str, request: Request, context: InContext, who: Oper
     given = await fields(request)
     try:
         payload = payload_of(context.engine.catalogue[name], given)
-        order = Order(name, payload, given.get("key") or None, ordering_key=given.get("ordering_key") or None)
+        order = Order(name, payload, key_of(given))
         (done,) = await confirm.trigger(context.engine.triggers, [order], by="api")
     except PayloadInvalid as error:
         return await show_action(name, request, context, who, status=422, given=given, error=str(error))
     set_subject(request, f"{name} run {done.id}")
     return after_change(request, f"{PATH}/runs/{done.id}")
+
+
+def key_of(given: dict[str, str]) -> str:
+    """Return the key of the run: a form that is sent twice makes one run; if its payload was changed, two."""
+    form = given.get("key", "")
+    if not FORM_KEY.fullmatch(form):
+        raise HttpError("this is not a form of the dashboard: load the page again")
+    payload = sorted((name, value) for name, value in given.items() if name.startswith("payload"))
+    return f"{form}-{hashlib.sha256(json.dumps(payload).encode()).hexdigest()[:16]}"
 
 
 def after_change(request: Request, to: str) -> Response:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Request, Response
 
-from app.fleet.edge.problems import Forbidden, PayloadTooLarge
+from app.fleet.edge.problems import Forbidden, HttpError
 from app.fleet.settings import FleetSettings
 
 PATH = "/dashboard"
@@ -38,7 +38,7 @@ async def fields(request: Request) -> dict[str, str]:
     try:
         return dict(parse_qsl((await request.body()).decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS))
     except ValueError:
-        raise PayloadTooLarge("this form is not one of the dashboard: load the page again") from None
+        raise HttpError("this is not a form of the dashboard: load the page again") from None
 
 
 async def check_form(request: Request, settings: FleetSettings) -> None:
@@ -47,7 +47,8 @@ async def check_form(request: Request, settings: FleetSettings) -> None:
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     if site is None and origin is not None:
         site = "same-origin" if urlsplit(origin).netloc == request.headers.get("host") else "cross-site"
-    if site not in {None, "same-origin"} or not TOKEN.fullmatch(own) or not hmac.compare_digest(given, own):
+    is_ours = TOKEN.fullmatch(given) and TOKEN.fullmatch(own) and hmac.compare_digest(given, own)
+    if site not in {None, "same-origin"} or not is_ours:
         raise Forbidden("this form does not come from a page of the dashboard, or is too old: load the page again")
 
 
