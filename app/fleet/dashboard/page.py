@@ -1,8 +1,8 @@
 """A page of the dashboard: its template, its headers, and what it shows instead if something goes wrong.
 
 Every error that the API answers with a problem (`app/fleet/edge/error_handlers.py`) is a page here, with the same text
-and status. A statement that takes longer than a second is cancelled, and the page shows this reason: a viewer must not
-cost the database more than that.
+and status. A statement that takes longer than a second is cancelled, and so is a snapshot after two seconds; the page
+shows this reason. A viewer must not cost the database more than that.
 
 The Content-Security-Policy allows only files of this service, and no script or style within a page.
 """
@@ -36,7 +36,7 @@ POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-TOO_SLOW = "This took the database longer than a second, so it was stopped. Try a narrower filter, or try again later."
+TOO_SLOW = "The database did not answer within a second or two. Try a narrower filter, or try again later."
 MEDIA_TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
 
 STATIC = {each.name: each.read_bytes() for each in files("app.fleet.dashboard").joinpath("static").iterdir()}
@@ -74,7 +74,7 @@ class PageRoute(APIRoute):
                 return await handle(request)
             except SignInNeeded as error:
                 return RedirectResponse(f"{PATH}/sign-in?to={quote(error.to, safe='/')}", 303)
-            except psycopg.errors.QueryCanceled:
+            except (psycopg.errors.QueryCanceled, TimeoutError):
                 return show_error(request, 503, "Too slow", TOO_SLOW)
             except Exception as error:
                 handler = next((HANDLERS[each] for each in type(error).__mro__ if each in HANDLERS), None)

@@ -18,6 +18,8 @@ from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.engine.figures.cluster_figures import RUNNABLE
 
 MAX_AGE = 1.0
+# All statements of a snapshot together.
+TIMEOUT = 2.0
 
 # The changes of instances in the last hour: they joined, became the leader, and left or were declared gone.
 HISTORY = Statement("""
@@ -65,19 +67,34 @@ class Snapshots:
         self.reads = 0
         self._context = context
         self._lock = asyncio.Lock()
-        self._last: Snapshot | None = None
+        # The last snapshot, or why there is none, and when it was read. Viewers share a failure too: otherwise each of
+        # them would wait for a database that does not answer, one after the other.
+        self._last: Snapshot | Exception | None = None
         self._read_at = 0.0
+        self._changes = 0
 
     async def latest(self) -> Snapshot:
         async with self._lock:
             loop = asyncio.get_running_loop()
             if self._last is None or loop.time() - self._read_at >= MAX_AGE:
-                self._last = await self._read()
+                changes = self._changes
+                try:
+                    async with asyncio.timeout(TIMEOUT):
+                        found: Snapshot | Exception = await self._read()
+                except Exception as error:  # noqa: BLE001 — raised below, and for the other viewers
+                    found = error
+                # A change that was made during the read may not be in it.
+                self._last = found if changes == self._changes else None
                 self._read_at = loop.time()
-            return self._last
+            else:
+                found = self._last
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def forget(self) -> None:
         """Something was changed here: the next page must show it."""
+        self._changes += 1
         self._last = None
 
     async def _read(self) -> Snapshot:
