@@ -84,7 +84,7 @@ def test_an_action_is_paused_after_a_question_and_resumed(fleet: Fleet, browser:
         page.goto("/dashboard/actions/echo")
         page.get_by_role("button", name="Pause").click()
         expect(page.locator("main .state").first).to_have_text("paused")
-        assert asked == ["No run of echo is scheduled or begun until somebody resumes it. Running runs go on."]
+        assert asked == ["No run of echo is scheduled or begun until it is resumed. Running runs go on."]
         page.get_by_role("button", name="Resume").click()
         expect(page.locator("main .state").first).to_have_text("active")
 

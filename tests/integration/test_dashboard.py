@@ -171,6 +171,18 @@ async def test_a_run_is_cancelled_and_retried(here: LocalInstance) -> None:
     assert "no run 999" in alert(await get(here, "/runs/999", 404))
 
 
+async def test_a_run_with_very_many_events_shows_the_first_and_says_so(here: LocalInstance) -> None:
+    run = await here.run("speak")
+    assert "Only its first events" not in await get(here, f"/runs/{run.id}")
+    await here.sql(
+        "INSERT INTO run_events (run_id, seq, kind, data) "
+        "SELECT %s, n, 'said', '1' FROM generate_series((SELECT events FROM finished_runs), 1500) AS n RETURNING 1",
+        run.id,
+    )
+    await here.sql("UPDATE finished_runs SET events = 1501 RETURNING 1")
+    assert "Only its first events" in await get(here, f"/runs/{run.id}")
+
+
 async def test_runs_are_filtered_and_paged_by_the_address(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.fleet.dashboard.runs.PAGE", 2)
     ids = [await here.trigger("echo") for _ in range(3)]

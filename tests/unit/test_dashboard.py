@@ -87,3 +87,16 @@ def test_the_bar_of_a_running_attempt_reaches_to_now() -> None:
 
 def test_a_run_that_was_just_created_has_a_timeline() -> None:
     assert timeline(run(state=RunState.PENDING), [state(1, 0, "pending")], NOON).lanes == ["waiting"]
+
+
+def test_the_timeline_of_the_first_events_of_a_run_ends_with_them() -> None:
+    events = [
+        state(1, 0, "pending"),
+        state(2, 10, "running", 1, "flotilla-1"),
+        StoredEvent(3, "said", "1", NOON + timedelta(seconds=20)),
+    ]
+    failed = run(state=RunState.FAILED, finished_at=NOON + timedelta(hours=1))
+    drawn = timeline(failed, events, NOON + timedelta(hours=2), is_whole=False)
+    assert drawn.ended == NOON + timedelta(seconds=20)
+    assert [(bar.kind, bar.x, bar.width) for bar in drawn.bars] == [("waiting", 0, 500), ("running", 500, 500)]
+    assert drawn.bars[1].title == "attempt 1 on flotilla-1, 10.000 s, then what follows"

@@ -101,7 +101,9 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
         run = await records.find(connection, namespace, run_id)
         found = await read_pages(connection, namespace, {run_id: 0})
     seen = await snapshot.latest(request)
-    events = found[run_id].events if run_id in found else []
+    read = found.get(run_id)
+    events = read.events if read is not None else []
+    left_out = read.total - len(events) if read is not None else 0
     return show(
         request,
         context,
@@ -111,7 +113,8 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
         now=seen.now,
         run=run,
         events=[each for each in events if each.kind != "state"],
-        timeline=timeline(run, events, seen.now),
+        left_out=left_out,
+        timeline=timeline(run, events, seen.now, is_whole=left_out == 0),
         # A payload may have personal data: those who only look do not see it.
         shows_payload=who.may("operate"),
         pretty=pretty,
@@ -140,10 +143,13 @@ def pretty(value: Any) -> str:
 # -- the timeline -----------------------------------------------------------------------------------------------------
 
 
-def timeline(run: RunRecord, events: Sequence[StoredEvent], now: datetime) -> Timeline:
-    """Return what the run did when, from the events of its changes of state."""
+def timeline(run: RunRecord, events: Sequence[StoredEvent], now: datetime, *, is_whole: bool = True) -> Timeline:
+    """Return the periods of the run, from the events of its changes of state.
+
+    If these are only its first events (not `is_whole`), the timeline ends with the last of them.
+    """
     changes = [(each.at, json.loads(each.text or "{}")) for each in events if each.kind == "state"]
-    ended = run.finished_at or max([now, *(at for at, _ in changes)])
+    ended = run.finished_at or max([now, *(at for at, _ in changes)]) if is_whole else events[-1].at
     began = changes[0][0] if changes else run.created_at
     scale = WIDTH / max((ended - began).total_seconds(), 0.001)
     lanes, bars = [WAITING], []
@@ -154,11 +160,11 @@ def timeline(run: RunRecord, events: Sequence[StoredEvent], now: datetime) -> Ti
         lane = change["instance"] if is_running else WAITING
         if lane not in lanes:
             lanes.append(lane)
-        outcome = after.get("state", run.state)
+        outcome = after.get("state", run.state if is_whole else "what follows")
         what = f"attempt {change['attempt']} on {lane}" if is_running else WAITING
         left = (at - began).total_seconds() * scale
         width = max(NARROWEST, (until - at).total_seconds() * scale)
-        kind = str(outcome) if is_running else WAITING
+        kind = WAITING if not is_running else str(outcome) if after or is_whole else str(RunState.RUNNING)
         bars.append(Bar(lanes.index(lane), kind, round(left, 1), round(width, 1), titled(what, outcome, until - at)))
     return Timeline(lanes, bars, began, ended)
 
