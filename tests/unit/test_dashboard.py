@@ -1,12 +1,15 @@
-"""How the dashboard writes durations and schedules, and how it draws the timeline of a run."""
+"""How the dashboard writes durations and schedules, draws the timeline of a run, and makes the form of a payload."""
 
 import json
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel
 
+from app.fleet import Run, action
 from app.fleet.dashboard import wording
+from app.fleet.dashboard.actions import payload_fields, payload_of
 from app.fleet.dashboard.runs import WIDTH, timeline
 from app.fleet.runs.effects.events import StoredEvent
 from app.fleet.runs.effects.states import RunState
@@ -100,3 +103,36 @@ def test_the_timeline_of_the_first_events_of_a_run_ends_with_them() -> None:
     assert drawn.ended == NOON + timedelta(seconds=20)
     assert [(bar.kind, bar.x, bar.width) for bar in drawn.bars] == [("waiting", 0, 500), ("running", 500, 500)]
     assert drawn.bars[1].title == "attempt 1 on flotilla-1, 10.000 s, then what follows"
+
+
+class Parcel(BaseModel):
+    label: str
+    weight: float = 1.5
+    express: bool = True
+    size: Literal["small", "large"] = "large"
+    shelf: Literal[1, 2] = 1
+    tags: list[str] = []
+
+
+@action("pack")
+async def pack(_: Run[Parcel]) -> None: ...
+
+
+def test_the_form_of_a_payload_has_a_field_for_each_of_its_fields() -> None:
+    shown = {each.label: (each.kind, each.required, each.value) for each in payload_fields(pack)}
+    assert shown == {
+        "Label": ("text", True, ""),
+        "Weight": ("number", False, "1.5"),
+        "Express": ("checkbox", False, "true"),
+        "Size": ("choice", False, "large"),
+        "Shelf": ("json", False, "1"),
+        "Tags": ("json", False, "[]"),
+    }
+    sent = {"payload.label": "x", "payload.weight": "2", "payload.size": "small", "payload.shelf": "2"}
+    checked = pack.adapter.validate_python(payload_of(pack, sent))
+    assert checked == Parcel(label="x", weight=2, express=False, size="small", shelf=2)
+
+
+def test_a_refused_form_shows_what_was_given_and_not_the_defaults() -> None:
+    shown = {each.label: each.value for each in payload_fields(pack, {"payload.label": "x", "payload.size": "small"})}
+    assert (shown["Label"], shown["Express"], shown["Size"]) == ("x", "", "small")

@@ -91,7 +91,7 @@ async def show_action(
         runs=last,
         runnable=seen.runnable.get(name),
         declared=declared is not None,
-        fields=payload_fields(declared, given or {}) if declared else [],
+        fields=payload_fields(declared, given) if declared else [],
         key=(given or {}).get("key") or f"dashboard-{secrets.token_hex(16)}",
         error=error,
     )
@@ -144,35 +144,38 @@ def after_change(request: Request, to: str) -> Response:
 # -- the form of a payload --------------------------------------------------------------------------------------------
 
 
-def payload_fields(action: Action[Any], given: dict[str, str]) -> list[PayloadField]:
-    """Return the fields of the payload's JSON schema; one field for the whole payload if it has no fields."""
+def payload_fields(action: Action[Any], given: dict[str, str] | None = None) -> list[PayloadField]:
+    """Return the fields of the payload's JSON schema, with what was given in a form that was refused.
+
+    A payload without fields is one field itself.
+    """
     schema = action.adapter.json_schema()
     properties = schema.get("properties")
     if action.plain or not properties:
-        return [PayloadField("payload", "Payload", "json", False, given.get("payload", "{}"), [], "A JSON object")]
-    return [
-        payload_field(name, part, name in schema.get("required", ()), given.get(f"payload.{name}"))
-        for name, part in properties.items()
-    ]
+        return [
+            PayloadField("payload", "Payload", "json", False, (given or {}).get("payload", "{}"), [], "A JSON object")
+        ]
+    return [payload_field(name, part, name in schema.get("required", ()), given) for name, part in properties.items()]
 
 
-def payload_field(name: str, part: dict[str, Any], required: bool, given: str | None) -> PayloadField:
+def payload_field(name: str, part: dict[str, Any], required: bool, given: dict[str, str] | None) -> PayloadField:
     kinds = {"string": "text", "integer": "number", "number": "number", "boolean": "checkbox"}
-    kind = "choice" if "enum" in part else kinds.get(part.get("type", ""), "json")
+    choices = [each for each in part.get("enum", ()) if isinstance(each, str)]
+    is_choice = bool(choices) and len(choices) == len(part["enum"])
+    kind = "choice" if is_choice else "json" if "enum" in part else kinds.get(part.get("type", ""), "json")
     default = part.get("default")
-    value = (
-        given if given is not None else "" if default is None else default if kind == "text" else json.dumps(default)
-    )
-    choices = [str(each) for each in part.get("enum", ())]
-    return PayloadField(
-        f"payload.{name}", part.get("title", name), kind, required, value, choices, part.get("description", "")
-    )
+    value = "" if default is None else default if kind in {"text", "choice"} else json.dumps(default)
+    if given is not None:
+        # A browser sends nothing for a box that is not checked.
+        value = given.get(f"payload.{name}", "")
+    note = part.get("description") or ("As JSON" if kind == "json" else "")
+    return PayloadField(f"payload.{name}", part.get("title", name), kind, required, value, choices, note)
 
 
 def payload_of(action: Action[Any], given: dict[str, str]) -> Any:
     """Return the payload that the fields of the form describe. The action's type checks it when it is triggered."""
     payload: dict[str, Any] = {}
-    for each in payload_fields(action, {}):
+    for each in payload_fields(action):
         text = given.get(each.name, "")
         if each.name == "payload":
             return parsed("payload", text or "{}")
