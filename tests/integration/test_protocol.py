@@ -29,7 +29,7 @@ from app.fleet.engine.maintenance.rescuer import Rescue
 from app.fleet.errors import RunNotReady
 from app.fleet.runs.attempt_writes import CHECKPOINT
 from app.fleet.runs.cancel import cancel_run
-from app.fleet.runs.effects.notifications import WAIT
+from app.fleet.runs.effects.notifications import WAITING_HEADING
 from app.fleet.runs.end import END_CANCELLED, FINISH
 from app.fleet.runs.requeue import REQUEUE
 from app.fleet.runs.retry import retry_run
@@ -135,7 +135,7 @@ def machine(
                 "pauses": [pause] * len(claimed),
                 "delays": [0.0] * len(claimed),
                 "errors": [None] * len(claimed),
-                "heading": WAIT,
+                "heading": WAITING_HEADING,
             }
             back = {row[0] for row in do(execute(REQUEUE, values))}
             current_claims = self.current_claims(claimed)

@@ -4,7 +4,7 @@ import pytest
 
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import rescuer
-from app.fleet.runs.effects.notifications import WAIT
+from app.fleet.runs.effects.notifications import WAITING_HEADING
 from app.fleet.runs.requeue import REQUEUE
 from tests.support.engine_harness import NAMESPACE, EngineHarness, declare, engine_harness
 
@@ -27,7 +27,12 @@ SELECT attempt - deaths, extract(epoch FROM run_at - clock_timestamp())::float8 
 async def give_back(here: EngineHarness, rows: list[tuple[int, int]]) -> None:
     count = len(rows)
     values: dict[str, object] = {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]}
-    values |= {"pauses": [False] * count, "delays": [None] * count, "errors": ["torn"] * count, "heading": WAIT}
+    values |= {
+        "pauses": [False] * count,
+        "delays": [None] * count,
+        "errors": ["torn"] * count,
+        "heading": WAITING_HEADING,
+    }
     async with here.database.autocommit() as connection:
         await connection.execute(NAMESPACE.sql(REQUEUE), values)
 

@@ -3,7 +3,7 @@
     session.py     the viewer: sign-in with an API key, and the cookie of the session
     forms.py       the fields of a form, and its token
     page.py        a page: its template, its headers, and what it shows instead if something goes wrong
-    snapshot.py    what most pages show, read at most once a second however many look at it
+    snapshot.py    the state of the cluster, read at most once a second for all viewers
     wording.py     how times, durations and schedules are written
     fleet.py, actions.py, runs.py, locks.py    the pages
 

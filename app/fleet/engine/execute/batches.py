@@ -24,7 +24,7 @@ from app.fleet.errors import Fenced
 from app.fleet.runs.attempt_writes import CHECKPOINT, STILL_OURS
 from app.fleet.runs.effects import events
 from app.fleet.runs.effects.events import Event
-from app.fleet.runs.effects.notifications import WAIT, returned_heading
+from app.fleet.runs.effects.notifications import WAITING_HEADING, returned_heading
 from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.end import CONFIRM, END_CANCELLED, FINISH, FINISH_SKIP_LOCKED
 from app.fleet.runs.requeue import REQUEUE
@@ -147,7 +147,7 @@ async def requeue(
         "pauses": [each.paused for each in batch],
         "delays": [each.delay for each in batch],
         "errors": [each.error for each in batch],
-        "heading": returned_heading(version) if any(each.paused for each in batch) else WAIT,
+        "heading": returned_heading(version) if any(each.paused for each in batch) else WAITING_HEADING,
     }
     rows = await (await connection.execute(namespace.sql(REQUEUE), values)).fetchall()
     if len(rows) == len(batch):

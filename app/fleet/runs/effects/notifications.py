@@ -25,12 +25,11 @@ QUEUES_PER_NOTIFICATION = 200
 
 # The priority of a run's queue; null for the queue of the ordered runs.
 QUEUE_PRIORITY = "CASE WHEN ordering_key IS NULL THEN priority END"
+# What a notification begins with, unless its runs were returned.
+WAITING_HEADING = "runs:"
 
 
-WAIT = "runs:"
-
-
-def notify_sql(pending: str, heading: str = f"'{WAIT}'") -> str:
+def notify_sql(pending: str, heading: str = f"'{WAITING_HEADING}'") -> str:
     """Return the statement that notifies of these pending runs.
 
     `pending` is what follows FROM; it has `action_id`, `priority`, `ordering_key` and `run_at`. `heading` is what the
