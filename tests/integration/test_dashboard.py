@@ -13,7 +13,8 @@ import pytest
 
 from app.fleet import dashboard
 from app.fleet.api_keys import make_key
-from app.fleet.dashboard import page, session, snapshot
+from app.fleet.dashboard import snapshot
+from app.fleet.dashboard.frame import page, session
 from app.fleet.db.namespace import Statement
 from app.main import create_app
 from app.settings import Settings

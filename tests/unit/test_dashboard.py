@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from app.fleet import Run, action
-from app.fleet.dashboard import wording
-from app.fleet.dashboard.actions import payload_fields, payload_of
-from app.fleet.dashboard.runs import WIDTH, timeline
+from app.fleet.dashboard.frame import wording
+from app.fleet.dashboard.payload_form import payload_fields, payload_of
+from app.fleet.dashboard.timeline import WIDTH, timeline
 from app.fleet.runs.effects.events import StoredEvent
 from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.read.records import RunRecord

@@ -1,11 +1,10 @@
-"""The operator's pages at `/dashboard`: the fleet, the actions, the runs, one run, the locks.
+"""The operator's pages at `/dashboard`: the fleet, the actions, the runs, one run, the coordination.
 
-    session.py     the viewer: sign-in with an API key, and the cookie of the session
-    forms.py       the fields of a form, and its token
-    page.py        a page: its template, its headers, and what it shows instead if something goes wrong
-    snapshot.py    the state of the cluster, read at most once a second for all viewers
-    wording.py     how times, durations and schedules are written
-    fleet.py, actions.py, runs.py, locks.py    the pages
+    fleet.py, actions.py, runs.py, run.py, coordination.py    the pages
+    payload_form.py    the form of a payload, made from its type
+    timeline.py        the timeline of a run
+    snapshot.py        the state of the cluster, read at most once a second for all viewers
+    frame/             what every page has: sign-in, forms, templates, wording
 
 Any instance of role `web` or `all` serves it. The pages are HTML from templates, and work without the script
 (`static/dashboard.js`), which only brings a page up to date. Nothing is loaded from elsewhere.
@@ -16,11 +15,12 @@ its own replaces the dependency: `app.dependency_overrides[dashboard.viewer] = m
 
 from fastapi import APIRouter
 
-from app.fleet.dashboard import actions, fleet, locks, page, runs, session
-from app.fleet.dashboard.session import Viewer, viewer
+from app.fleet.dashboard import actions, coordination, fleet, run, runs
+from app.fleet.dashboard.frame import page, session
+from app.fleet.dashboard.frame.session import Viewer, viewer
 
 __all__ = ["Viewer", "router", "viewer"]
 
 router = APIRouter()
-for each in (page, session, fleet, actions, runs, locks):
+for each in (page, session, fleet, actions, runs, run, coordination):
     router.include_router(each.router)

@@ -7,8 +7,8 @@ from datetime import datetime, timedelta
 from fastapi import Request, Response
 
 from app.fleet.dashboard import snapshot
-from app.fleet.dashboard.page import new_router, show
-from app.fleet.dashboard.session import InViewer
+from app.fleet.dashboard.frame.page import new_router, show
+from app.fleet.dashboard.frame.session import InViewer
 from app.fleet.dashboard.snapshot import Change
 from app.fleet.edge.context import InContext
 

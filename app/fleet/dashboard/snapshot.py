@@ -10,7 +10,7 @@ from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import Instance
 from app.fleet.coordination.locks import admin as locks
 from app.fleet.coordination.locks.admin import LockRecord
-from app.fleet.dashboard.page import reading
+from app.fleet.dashboard.frame.page import reading
 from app.fleet.db.namespace import Statement
 from app.fleet.edge.context import Context
 from app.fleet.engine.actions import admin as actions

@@ -21,8 +21,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from app.fleet.dashboard import wording
-from app.fleet.dashboard.forms import PATH, form_token, keep_token
+from app.fleet.dashboard.frame import wording
+from app.fleet.dashboard.frame.forms import PATH, form_token, keep_token
 from app.fleet.db.pool.pool import Connection
 from app.fleet.edge.context import Context
 from app.fleet.edge.error_handlers import HANDLERS
@@ -30,7 +30,7 @@ from app.fleet.edge.problems import NotFound
 from app.fleet.engine.figures.cluster_figures import LIMIT_TIME
 
 if TYPE_CHECKING:
-    from app.fleet.dashboard.session import Viewer
+    from app.fleet.dashboard.frame.session import Viewer
 
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -7,9 +7,9 @@ from fastapi import Depends, Request, Response
 from app.fleet.coordination.locks import admin
 from app.fleet.dashboard import snapshot
 from app.fleet.dashboard.actions import after_change
-from app.fleet.dashboard.forms import PATH, fields
-from app.fleet.dashboard.page import new_router, show
-from app.fleet.dashboard.session import InViewer, Viewer, may
+from app.fleet.dashboard.frame.forms import PATH, fields
+from app.fleet.dashboard.frame.page import new_router, show
+from app.fleet.dashboard.frame.session import InViewer, Viewer, may
 from app.fleet.edge.audit import set_subject
 from app.fleet.edge.context import InContext
 
@@ -19,7 +19,7 @@ router = new_router()
 @router.get("/locks")
 async def locks_page(request: Request, context: InContext, who: InViewer) -> Response:
     seen = await snapshot.latest(request)
-    return show(request, context, "locks.html", who, title="Locks", now=seen.now, locks=seen.locks)
+    return show(request, context, "coordination.html", who, title="Locks", now=seen.now, locks=seen.locks)
 
 
 @router.post("/locks/release")

@@ -23,8 +23,8 @@ from fastapi import Depends, Request, Response
 from fastapi.responses import RedirectResponse
 
 from app.fleet.api_keys import KEY, Scope, digest
-from app.fleet.dashboard.forms import PATH, check_form, fields, set_cookie
-from app.fleet.dashboard.page import SignInNeeded, new_router, show
+from app.fleet.dashboard.frame.forms import PATH, check_form, fields, set_cookie
+from app.fleet.dashboard.frame.page import SignInNeeded, new_router, show
 from app.fleet.edge.auth import RANK, check_given, line_of
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.problems import Forbidden, Unauthorized
