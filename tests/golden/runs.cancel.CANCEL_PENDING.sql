@@ -38,6 +38,7 @@ SELECT r.id, r.action_id, r.ended_as, r.priority, r.run_at, r.token, r.instance,
 FROM removed AS r
 RETURNING *
 )
+
 SELECT 
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, r.result, r.error, r.progress,

@@ -6,6 +6,7 @@ WITH asked AS (
 ), notified AS (
     SELECT pg_notify('flotilla', 'cancel:' || id) FROM asked
 )
+
 SELECT 
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,

@@ -2,7 +2,7 @@ WITH page AS MATERIALIZED (
     SELECT id FROM ((
         SELECT r.id
         FROM "flotilla".finished_runs AS r
-        WHERE r.state = 'cancelled' AND r.id < %(before)s
+        WHERE r.state = 'cancelled' AND r.id < %(before)s AND r.id > %(after)s
         ORDER BY r.id DESC
         LIMIT %(limit)s
     )) AS branches ORDER BY id DESC LIMIT %(limit)s

@@ -241,19 +241,23 @@ def test_no_instance_is_declared_gone_because_one_backend_of_the_server_crashes(
 
 
 def test_an_instance_with_a_blocked_event_loop_is_not_declared_gone(fleet: Fleet) -> None:
-    instances = fleet.start(2)
-    busy, witness = instances
-    before = busy.me()
-    beats = 0
+    busy, witness = fleet.start(2)
+    # On a starved machine, the whole process may get no CPU time for as long as the lease, and is declared gone rightly.
+    # A blocked event loop alone must not do that: if heartbeats needed it, each of these times would fail.
+    assert any(stays_itself_while_blocked(busy, witness) for _ in range(3))
+
+
+def stays_itself_while_blocked(busy: InstanceProcess, witness: InstanceProcess) -> bool:
+    before = busy.wait_ready().me()
+    losses = len(busy.lines("link.lost"))
+    beats, same = 0, True
     with blocked(busy, seconds=2 * LEASE) as request:
         began = time.monotonic()
         while request.is_alive():
             seen = row(witness, before["name"])
-            assert seen["state"] == "ready"
-            assert seen["id"] == before["id"]
+            same &= seen["state"] == "ready" and seen["id"] == before["id"]
             # The heartbeat is recent, although the event loop has been blocked for longer than its age.
             beats += seen["heartbeat_age_ms"] / 1000 < time.monotonic() - began - LEASE
             time.sleep(0.1)
-    assert beats
-    assert busy.wait_ready().me()["id"] == before["id"]
-    assert not busy.lines("link.lost")
+    same &= busy.wait_ready().me()["id"] == before["id"]
+    return bool(beats) and same and len(busy.lines("link.lost")) == losses

@@ -13,8 +13,9 @@ import pytest
 
 from app.fleet import dashboard
 from app.fleet.api_keys import make_key
-from app.fleet.dashboard import snapshot
-from app.fleet.dashboard.frame import page, session
+from app.fleet.dashboard import cluster_reads
+from app.fleet.dashboard import run as run_page
+from app.fleet.dashboard.frame import page, session, shared_reads
 from app.fleet.db.namespace import Statement
 from app.main import create_app
 from app.settings import Settings
@@ -29,15 +30,14 @@ PAGES = ("", "/actions", "/actions/echo", "/runs", "/locks", "/sign-in")
 MAX_FIRST_PAGE = 100_000
 
 
-def time_limit(milliseconds: int) -> Statement:
-    return Statement(f"SELECT set_config('statement_timeout', '{milliseconds}', true)")
-
-
 @pytest.fixture(autouse=True)
-def no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, a statement may take longer than the second that a page allows."""
-    monkeypatch.setattr(page, "LIMIT_TIME", time_limit(60_000))
-    monkeypatch.setattr(snapshot, "TIMEOUT", 60.0)
+def no_time_limit_and_no_shared_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a statement may take longer than the second that a page allows. Each page reads for itself."""
+    monkeypatch.setattr(page, "TIME_LIMIT", 60.0)
+    monkeypatch.setattr(shared_reads, "MAX_AGE", 0.0)
+    monkeypatch.setattr(cluster_reads, "SLOW_AGE", 0.0)
+    monkeypatch.setattr(run_page, "RUN_AGE", 0.0)
+    monkeypatch.setattr(shared_reads, "TIMEOUT", 60.0)
 
 
 @pytest.fixture
@@ -334,48 +334,44 @@ async def test_a_worker_serves_no_dashboard() -> None:
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
-async def test_many_viewers_cost_one_read_a_second(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MAX_AGE", 3600.0)
-    await get(here, "")
-    reads = here.running.app.state.dashboard.reads
-    await asyncio.gather(*(get(here, path) for path in ("", "/actions", "/locks") for _ in range(20)))
-    assert here.running.app.state.dashboard.reads == reads
+async def test_many_viewers_cost_one_read_of_each_part(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_reads, "MAX_AGE", 3600.0)
+    monkeypatch.setattr(cluster_reads, "SLOW_AGE", 3600.0)
+    paths = ("", "/actions", "/runs", "/errors", "/locks")
+    await asyncio.gather(*(get(here, path) for path in paths for _ in range(20)))
+    # The time, instances, anomalies, history and runnable runs; actions; runs; errors; locks.
+    assert here.running.app.state.dashboard.reads == 9
 
 
 async def test_a_page_that_takes_the_database_too_long_says_so(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "HISTORY", Statement("SELECT pg_sleep(60)"))
-    monkeypatch.setattr(page, "LIMIT_TIME", time_limit(100))
-    monkeypatch.setattr(snapshot, "MAX_AGE", 3600.0)
+    monkeypatch.setattr(cluster_reads, "READ_CLOCK", Statement("SELECT clock_timestamp() FROM pg_sleep(60)"))
+    monkeypatch.setattr(page, "TIME_LIMIT", 0.1)
+    monkeypatch.setattr(cluster_reads, "SLOW_AGE", 3600.0)
     answers = await asyncio.gather(*(get(here, "", 503) for _ in range(20)))
     assert {"did not answer within a second" in alert(answer) for answer in answers} == {True}
     assert here.running.app.state.dashboard.reads == 1, "viewers share a failure: they do not wait one after the other"
-    monkeypatch.setattr(snapshot, "MAX_AGE", 0.0)
-    monkeypatch.setattr(page, "LIMIT_TIME", time_limit(60_000))
-    monkeypatch.setattr(snapshot, "HISTORY", Statement("SELECT now(), 'x', 'joined', NULL"))
+    monkeypatch.setattr(page, "TIME_LIMIT", 60.0)
+    monkeypatch.setattr(cluster_reads, "READ_CLOCK", Statement("SELECT clock_timestamp()"))
+    here.running.app.state.dashboard.forget()
     await get(here, "")
 
 
-async def test_a_snapshot_that_began_before_a_change_is_not_shown_after_it(
-    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "MAX_AGE", 3600.0)
-    snapshots = snapshot.Snapshots(here.running.context)
-    read, began, go_on = snapshots._read, asyncio.Event(), asyncio.Event()
+async def test_a_read_that_began_before_a_change_is_not_shown_after_it() -> None:
+    shared, began, go_on = shared_reads.SharedReads(), asyncio.Event(), asyncio.Event()
+    state = "before"
 
-    async def read_slowly() -> snapshot.Snapshot:
-        found = await read()
+    async def read() -> str:
+        seen = state
         began.set()
         await go_on.wait()
-        return found
+        return seen
 
-    monkeypatch.setattr(snapshots, "_read", read_slowly)
-    former = asyncio.create_task(snapshots.latest())
+    former = asyncio.create_task(shared.get("state", read))
     await began.wait()
-    assert (await here.running.client.post("/actions/echo/pause")).status_code == 200
-    snapshots.forget()
+    state = "after"
+    shared.forget()
     go_on.set()
-    await former
-    states = {each.name: each.state for each in (await snapshots.latest()).actions}
-    assert states["echo"] == "paused"
+    assert await shared.get("state", read) == "after"
+    assert await former == "before"

@@ -144,7 +144,7 @@ def test_a_page_reads_few_rows_of_an_index_for_any_filter_and_cursor(address: st
         filters: list[tuple[str, ...]] = [(), *((state,) for state in RunState), tuple(RunState)]
         for action_id, states, before in product((None, 1, 19, 20), filters, (NEWEST, 1_100_000, 900_000, 2_000)):
             statement = Namespace("flotilla").sql(page_sql(of_action=action_id is not None, states=states))
-            values = {"action_id": action_id, "limit": limit, "before": before}
+            values = {"action_id": action_id, "limit": limit, "before": before, "after": 0}
             row = connection.execute(b"EXPLAIN (ANALYZE, FORMAT JSON) " + statement, values, prepare=False).fetchone()
             assert row is not None
             for scan in scans(row[0][0]["Plan"]):

@@ -35,6 +35,12 @@ TABLES = (
     "once_keys",
 )
 
+ALIKE = r"""
+CASE WHEN state = 'failed' THEN hashtextextended(
+    regexp_replace(left(coalesce(error, ''), 500) COLLATE "C", '"[^"]*"|(?<!\w)''[^'']*''|\S*[0-9@]\S*', '#', 'g'), 0
+) END
+"""
+
 # The runs that an instance with a free slot could claim now, for each action that is neither paused nor without a
 # worker. Not among them: runs that are due later, runs behind the first unfinished run of their ordering key, and runs
 # beyond the `concurrency` of their action. At most 100,000 runs of a priority and 10,000 ordering keys of an action are
@@ -331,6 +337,7 @@ def upgrade() -> None:
         sa.Column("request_id", sa.Text()),
         sa.Column("trace_parent", sa.Text()),
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("alike", sa.BigInteger(), sa.Computed(ALIKE, persisted=True)),
         sa.CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="finished_runs_state_check"),
         sa.PrimaryKeyConstraint("id", name="finished_runs_pkey"),
     )
@@ -342,6 +349,12 @@ def upgrade() -> None:
         postgresql_where=sa.text("state <> 'succeeded'"),
     )
     op.create_index("finished_runs_action_state", "finished_runs", ["action_id", "state", "id"])
+    op.create_index(
+        "finished_runs_alike",
+        "finished_runs",
+        ["action_id", "alike", "id"],
+        postgresql_where=sa.text("alike IS NOT NULL"),
+    )
     op.create_table(
         "run_keys",
         sa.Column("action_id", sa.Integer(), nullable=False),

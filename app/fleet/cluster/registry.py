@@ -323,6 +323,6 @@ class Registry:
 
 async def list_instances(database: Database) -> list[Instance]:
     """Read the registry through the pool."""
-    async with database.connection() as connection, connection.cursor(row_factory=class_row(Instance)) as cursor:
+    async with database.autocommit() as connection, connection.cursor(row_factory=class_row(Instance)) as cursor:
         await cursor.execute(database.namespace.sql(statements.LIST))
         return await cursor.fetchall()

@@ -9,20 +9,23 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 from fastapi.responses import RedirectResponse
 
-from app.fleet.dashboard import snapshot
+from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH, fields
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, Viewer, may
+from app.fleet.dashboard.frame.shared_reads import shared_reads
 from app.fleet.dashboard.payload_form import payload_fields, payload_of
 from app.fleet.edge.audit import set_subject
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.elsewhere import action_missing_here
 from app.fleet.edge.problems import HttpError
 from app.fleet.engine.actions import admin
+from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.engine.enqueue import confirm
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import PayloadInvalid
 from app.fleet.runs.read import pages
+from app.fleet.runs.read.pages import ListedRun
 
 LAST_RUNS = 20
 FORM_KEY = re.compile(r"dashboard-[0-9a-f]{32}")
@@ -34,11 +37,16 @@ Operator = Annotated[Viewer, Depends(may("operate"))]
 
 @router.get("/actions")
 async def actions_page(request: Request, context: InContext, who: InViewer) -> Response:
-    seen = await snapshot.latest(request)
     return show(
-        request, context, "actions.html", who, title="Actions", now=seen.now, actions=seen.actions,
-        runnable=seen.runnable,
-    )  # fmt: skip
+        request,
+        context,
+        "actions.html",
+        who,
+        title="Actions",
+        now=await cluster_reads.now(request),
+        actions=await cluster_reads.all_actions(request),
+        runnable=await cluster_reads.runnable(request),
+    )
 
 
 @router.get("/actions/{name}")
@@ -57,12 +65,15 @@ async def show_action(
     error: str | None = None,
 ) -> Response:
     """Show an action; after a refused trigger, with what was given and why it was refused."""
-    namespace = context.database.namespace
-    async with reading(context) as connection:
-        found = await admin.find(connection, namespace, context.engine.catalogue, name)
-        identifier = await admin.id_of(connection, namespace, name)
-        last = await pages.find_page(connection, namespace, action_id=identifier, limit=LAST_RUNS)
-    seen = await snapshot.latest(request)
+
+    async def read() -> tuple[ActionRecord, list[ListedRun]]:
+        namespace = context.database.namespace
+        async with reading(context) as connection:
+            found = await admin.find(connection, namespace, context.engine.catalogue, name)
+            identifier = await admin.id_of(connection, namespace, name)
+            return found, await pages.find_page(connection, namespace, action_id=identifier, limit=LAST_RUNS)
+
+    found, last = await shared_reads(request).get(("action", name), read)
     declared = next((each for each in context.engine.catalogue if each.name == name), None)
     return show(
         request,
@@ -71,10 +82,10 @@ async def show_action(
         who,
         status=status,
         title=name,
-        now=seen.now,
+        now=await cluster_reads.now(request),
         action=found,
         runs=last,
-        runnable=seen.runnable.get(name),
+        runnable=(await cluster_reads.runnable(request)).get(name),
         declared=declared is not None,
         fields=payload_fields(declared, given) if declared else [],
         key=(given or {}).get("key") or f"dashboard-{secrets.token_hex(16)}",
@@ -122,5 +133,5 @@ def key_of(given: dict[str, str]) -> str:
 
 def after_change(request: Request, to: str) -> Response:
     """Lead to the page that shows the change."""
-    snapshot.snapshots_of(request).forget()
+    shared_reads(request).forget()
     return RedirectResponse(to, 303)

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 
 from app.fleet.coordination.locks import admin
-from app.fleet.dashboard import snapshot
+from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.actions import after_change
 from app.fleet.dashboard.frame.forms import PATH, fields
 from app.fleet.dashboard.frame.page import new_router, show
@@ -18,8 +18,9 @@ router = new_router()
 
 @router.get("/locks")
 async def locks_page(request: Request, context: InContext, who: InViewer) -> Response:
-    seen = await snapshot.latest(request)
-    return show(request, context, "coordination.html", who, title="Locks", now=seen.now, locks=seen.locks)
+    locks = await cluster_reads.held_locks(request)
+    now = await cluster_reads.now(request)
+    return show(request, context, "coordination.html", who, title="Locks", now=now, locks=locks)
 
 
 @router.post("/locks/release")

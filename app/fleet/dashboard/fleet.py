@@ -6,10 +6,10 @@ from datetime import datetime, timedelta
 
 from fastapi import Request, Response
 
-from app.fleet.dashboard import snapshot
+from app.fleet.dashboard import cluster_reads
+from app.fleet.dashboard.cluster_reads import Change
 from app.fleet.dashboard.frame.page import new_router, show
 from app.fleet.dashboard.frame.session import InViewer
-from app.fleet.dashboard.snapshot import Change
 from app.fleet.edge.context import InContext
 
 HOUR = timedelta(hours=1)
@@ -30,21 +30,24 @@ class Mark:
 
 @router.get("")
 async def fleet_page(request: Request, context: InContext, who: InViewer) -> Response:
-    seen = await snapshot.latest(request)
+    now = await cluster_reads.now(request)
+    instances = await cluster_reads.instances(request)
+    history = await cluster_reads.history(request)
+    runnable = (await cluster_reads.runnable(request)).values()
     return show(
         request,
         context,
         "fleet.html",
         who,
         title="Fleet",
-        now=seen.now,
-        instances=[each for each in seen.instances if each.live],
-        gone=[each for each in seen.instances if not each.live],
-        anomalies=seen.anomalies,
-        history=seen.history,
-        marks=marks(seen.history, seen.now),
-        waiting=sum(runs for runs, _ in seen.runnable.values()),
-        oldest=max((seconds for _, seconds in seen.runnable.values()), default=0.0),
+        now=now,
+        instances=[each for each in instances if each.live],
+        gone=[each for each in instances if not each.live],
+        anomalies=await cluster_reads.anomalies(request),
+        history=history,
+        marks=marks(history, now),
+        waiting=sum(runs for runs, _ in runnable),
+        oldest=max((seconds for _, seconds in runnable), default=0.0),
     )
 
 

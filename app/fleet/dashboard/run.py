@@ -5,18 +5,23 @@ from typing import Annotated, Any
 
 from fastapi import Path, Request, Response
 
-from app.fleet.dashboard import snapshot
+from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.actions import Operator, after_change
 from app.fleet.dashboard.frame.forms import PATH
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer
+from app.fleet.dashboard.frame.shared_reads import shared_reads
 from app.fleet.dashboard.runs import MAX_ID
 from app.fleet.dashboard.timeline import timeline
 from app.fleet.edge.context import InContext
 from app.fleet.runs import cancel, retry
-from app.fleet.runs.effects.events import read_pages
+from app.fleet.runs.effects.events import EventPage, read_pages
 from app.fleet.runs.read import records
+from app.fleet.runs.read.records import RunRecord
 from app.fleet.stream.relay import CHANGED
+
+# Somebody who has triggered a run watches it.
+RUN_AGE = 1.0
 
 router = new_router()
 
@@ -25,12 +30,14 @@ RunId = Annotated[int, Path(alias="id", ge=0, le=MAX_ID)]
 
 @router.get("/runs/{id}")
 async def run_page(run_id: RunId, request: Request, context: InContext, who: InViewer) -> Response:
-    namespace = context.database.namespace
-    async with reading(context) as connection:
-        run = await records.find(connection, namespace, run_id)
-        found = await read_pages(connection, namespace, {run_id: 0})
-    seen = await snapshot.latest(request)
-    read = found.get(run_id)
+    async def read_run() -> tuple[RunRecord, EventPage | None]:
+        namespace = context.database.namespace
+        async with reading(context) as connection:
+            run = await records.find(connection, namespace, run_id)
+            return run, (await read_pages(connection, namespace, {run_id: 0})).get(run_id)
+
+    run, read = await shared_reads(request).get(("run", run_id), read_run, RUN_AGE)
+    now = await cluster_reads.now(request)
     events = read.events if read is not None else []
     left_out = read.total - len(events) if read is not None else 0
     return show(
@@ -39,11 +46,11 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
         "run.html",
         who,
         title=f"Run {run_id}",
-        now=seen.now,
+        now=now,
         run=run,
         events=[each for each in events if each.kind != "state"],
         left_out=left_out,
-        timeline=timeline(run, events, seen.now, is_whole=left_out == 0),
+        timeline=timeline(run, events, now, is_whole=left_out == 0),
         # A payload may have personal data: those who only look do not see it.
         shows_payload=who.may("operate"),
         pretty=pretty,

@@ -91,6 +91,20 @@ REVIVE_MANY = Statement(
         "SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM notified)",
     )
 )
+REVIVE_THESE = Statement(
+    revive_sql(
+        """id = ANY (ARRAY(
+        SELECT f.id
+        FROM {schema}.finished_runs AS f
+        WHERE f.id = ANY (%(ids)s::int8[]) AND f.action_id = %(action)s AND f.state IN ('failed', 'cancelled')
+          AND f.expires_at > 'epoch'
+        ORDER BY f.id
+        LIMIT %(most)s
+        FOR UPDATE SKIP LOCKED
+    ))""",
+        "SELECT (SELECT count(*) FROM added), (SELECT count(*) FROM notified)",
+    )
+)
 
 OVERLAP_OF_RUN = Statement("""
 SELECT a.id, a.name, a.overlap
@@ -181,6 +195,21 @@ async def retry_one_of(connection: Connection, namespace: Namespace, values: dic
         if active[action_id] is None:
             ((many, _),) = await fetch(connection, namespace.sql(REVIVE_MANY), {**values, "most": 1})
     return Retried(many, max(found - many, 0))
+
+
+async def retry_these(connection: Connection, namespace: Namespace, action_id: int, run_ids: Sequence[int]) -> Retried:
+    """Retry these runs of an action, in one transaction; leave out those that cannot be tried again."""
+    values = {"action": action_id, "ids": list(run_ids), "most": len(run_ids)}
+    ((overlap_option,),) = await fetch(connection, namespace.sql(OVERLAP), {"action": action_id})
+    if overlap_option != "skip":
+        ((many, _),) = await fetch(connection, namespace.sql(REVIVE_THESE), values)
+        return Retried(many, 0)
+    many = 0
+    async with connection.transaction():
+        active = await overlap.hold(connection, namespace, [action_id])
+        if active[action_id] is None:
+            ((many, _),) = await fetch(connection, namespace.sql(REVIVE_THESE), {**values, "most": 1})
+    return Retried(many, len(run_ids) - many)
 
 
 async def revive_one(connection: Connection, namespace: Namespace, run_id: int) -> RunRecord | None:

@@ -1,12 +1,13 @@
 """A page of the dashboard: its template, its headers, and what it shows instead if something goes wrong.
 
 Every error that the API answers with a problem (`app/fleet/edge/error_handlers.py`) is a page here, with the same text
-and status. A statement that takes longer than a second is cancelled, and so is a snapshot after two seconds; the page
-shows this reason. A viewer must not cost the database more than that.
+and status. A read that takes longer than a second or two is cancelled, and the page shows this reason: a viewer must
+not cost the database more than that.
 
 The Content-Security-Policy allows only files of this service, and no script or style within a page.
 """
 
+import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -27,7 +28,6 @@ from app.fleet.db.pool.pool import Connection
 from app.fleet.edge.context import Context
 from app.fleet.edge.error_handlers import HANDLERS
 from app.fleet.edge.problems import NotFound
-from app.fleet.engine.figures.cluster_figures import LIMIT_TIME
 
 if TYPE_CHECKING:
     from app.fleet.dashboard.frame.session import Viewer
@@ -36,6 +36,8 @@ POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
+# Seconds for the statements of one read.
+TIME_LIMIT = 1.0
 TOO_SLOW = "The database did not answer within a second or two. Try a narrower filter, or try again later."
 MEDIA_TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
 
@@ -89,9 +91,8 @@ class PageRoute(APIRoute):
 
 @asynccontextmanager
 async def reading(context: Context) -> AsyncIterator[Connection]:
-    """Borrow a connection for the statements of a page; each may take a second."""
-    async with context.database.connection() as connection:
-        await connection.execute(LIMIT_TIME)
+    """Borrow a connection for the statements of a page. After `TIME_LIMIT`, the present one is cancelled."""
+    async with context.database.autocommit() as connection, asyncio.timeout(TIME_LIMIT):
         yield connection
 
 

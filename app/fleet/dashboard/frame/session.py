@@ -27,7 +27,7 @@ from app.fleet.dashboard.frame.forms import PATH, check_form, fields, set_cookie
 from app.fleet.dashboard.frame.page import SignInNeeded, new_router, show
 from app.fleet.edge.auth import RANK, check_given, line_of
 from app.fleet.edge.context import Context, InContext
-from app.fleet.edge.problems import Forbidden, Unauthorized
+from app.fleet.edge.problems import SAFE_METHODS, Forbidden, Unauthorized
 from app.fleet.settings import FleetSettings, passwords
 
 LIFETIME = 12 * 3600
@@ -65,7 +65,10 @@ InViewer = Annotated[Viewer, Depends(viewer)]
 
 
 def may(scope: Scope) -> Callable[..., Awaitable[Viewer]]:
-    """Return a dependency for a write: the scope, and a form that this dashboard has made."""
+    """Return a dependency for a write: the scope, and a form that this dashboard has made.
+
+    The page that asks before a write has it too: it is only for those who may go on.
+    """
 
     async def authorise(request: Request, context: InContext, who: InViewer) -> Viewer:
         if not who.may(scope):
@@ -73,7 +76,8 @@ def may(scope: Scope) -> Callable[..., Awaitable[Viewer]]:
             raise Forbidden(
                 f"this needs an API key with the scope {scope!r}, and you have signed in with {who.scope!r}"
             )
-        await check_form(request, context.settings)
+        if request.method not in SAFE_METHODS:
+            await check_form(request, context.settings)
         return who
 
     return authorise

@@ -5,6 +5,7 @@ from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
+    Computed,
     DateTime,
     Float,
     Identity,
@@ -141,6 +142,12 @@ runs = Table(
     },
 )
 
+ALIKE = r"""
+CASE WHEN state = 'failed' THEN hashtextextended(
+    regexp_replace(left(coalesce(error, ''), 500) COLLATE "C", '"[^"]*"|(?<!\w)''[^'']*''|\S*[0-9@]\S*', '#', 'g'), 0
+) END
+"""
+
 finished_runs = Table(
     "finished_runs",
     metadata,
@@ -171,10 +178,14 @@ finished_runs = Table(
     Column("trace_parent", Text),
     # After this instant the pruner deletes the run, its events and its key.
     Column("expires_at", DateTime(timezone=True), nullable=False),
+    # Failed runs of one action with errors that differ only in quoted texts and in words with a digit or an `@` have
+    # the same number here; null for other runs (`runs/read/alike.py`).
+    Column("alike", BigInteger, Computed(ALIKE, persisted=True)),
     CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="state"),
     Index("finished_runs_action_state", "action_id", "state", "id"),
     Index("finished_runs_expiry", "expires_at"),
     # The runs an operator looks for among millions of succeeded ones.
+    Index("finished_runs_alike", "action_id", "alike", "id", postgresql_where=text("alike IS NOT NULL")),
     Index("finished_runs_unwell", "state", "id", postgresql_where=text("state <> 'succeeded'")),
 )
 

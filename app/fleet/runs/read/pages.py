@@ -96,7 +96,7 @@ ORDER BY id DESC
 
 
 def branches(of_action: bool, states: Sequence[str]) -> Iterator[str]:
-    """Yield a SELECT for each index to read: the newest ids below `before`."""
+    """Yield a SELECT for each index to read: the newest ids between `after` and `before`."""
     if not of_action and not states:
         yield from (branch(table, "TRUE") for table in ("runs", "finished_runs"))
     for state in RunState:
@@ -119,7 +119,7 @@ def branch(table: str, where: str) -> str:
     return f"""(
         SELECT r.id
         FROM {{schema}}.{table} AS r
-        WHERE {where} AND r.id < %(before)s
+        WHERE {where} AND r.id < %(before)s AND r.id > %(after)s
         ORDER BY r.id DESC
         LIMIT %(limit)s
     )"""
@@ -135,7 +135,7 @@ def branch_of_action(table: str, where: str, columns: str, values: str) -> str:
     return f"""(
         SELECT r.id
         FROM {{schema}}.{table} AS r
-        WHERE {where} AND ({columns}, r.id) > ({values}, 0) AND ({columns}, r.id) < ({values}, %(before)s)
+        WHERE {where} AND ({columns}, r.id) > ({values}, %(after)s) AND ({columns}, r.id) < ({values}, %(before)s)
         ORDER BY {descending} DESC, r.id DESC
         LIMIT %(limit)s
     )"""
@@ -148,7 +148,9 @@ def running(where: str) -> str:
     """
     return f"""(
         SELECT id
-        FROM (SELECT r.id FROM {{schema}}.runs AS r WHERE {where} AND r.id < %(before)s OFFSET 0) AS running
+        FROM (
+            SELECT r.id FROM {{schema}}.runs AS r WHERE {where} AND r.id < %(before)s AND r.id > %(after)s OFFSET 0
+        ) AS running
         ORDER BY id DESC
         LIMIT %(limit)s
     )"""
@@ -174,12 +176,13 @@ async def find_page(
     states: Sequence[str] = (),
     limit: int = 50,
     before: int | None = None,
+    after: int = 0,
 ) -> list[ListedRun]:
-    """Return a page of runs, newest first; `before` is the last id of the previous page."""
+    """Return a page of runs, newest first, with ids between `after` and `before`, the last id of the previous page."""
     of_action = action_id is not None
     name = filter_name(of_action=of_action, states=states)
     statement = PAGES[name] if name in PAGES else page_sql(of_action=of_action, states=states)
-    values = {"action_id": action_id, "limit": limit, "before": NEWEST if before is None else before}
+    values = {"action_id": action_id, "limit": limit, "before": NEWEST if before is None else before, "after": after}
     async with connection.cursor(row_factory=class_row(ListedRun)) as cursor:
         cursor.adapters.register_loader("json", StoredJsonLoader)
         # Planned for these values: a generic plan may read whole tables.

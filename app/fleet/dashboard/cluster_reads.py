@@ -1,0 +1,112 @@
+"""The state of the cluster for the pages, each part shared by all viewers (`frame/shared_reads.py`)."""
+
+import asyncio
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from fastapi import Request
+
+from app.fleet.cluster.anomalies import Anomaly
+from app.fleet.cluster.registry import Instance
+from app.fleet.coordination.locks import admin as locks
+from app.fleet.coordination.locks.admin import LockRecord
+from app.fleet.dashboard.frame.page import reading
+from app.fleet.dashboard.frame.shared_reads import context_of, shared_reads
+from app.fleet.db.namespace import Statement
+from app.fleet.engine.actions import admin as actions
+from app.fleet.engine.actions.admin import ActionRecord
+from app.fleet.engine.figures.cluster_figures import RUNNABLE
+
+# What changes seldom, and takes several statements, is read less often.
+SLOW_AGE = 5.0
+
+# The changes of instances in the last hour: they joined, became the leader, and left or were declared gone.
+HISTORY = Statement("""
+SELECT at, instance, what, detail
+FROM (
+    SELECT started_at AS at, name AS instance, 'joined' AS what, version AS detail FROM {schema}.instances
+    UNION ALL
+    SELECT gone_at, name, CASE WHEN gone_reason = 'left' THEN 'left' ELSE 'gone' END, gone_reason
+    FROM {schema}.instances
+    WHERE state = 'gone'
+    UNION ALL
+    SELECT began_at, instance, 'led', NULL FROM {schema}.leader_terms
+) AS e
+WHERE at > clock_timestamp() - interval '1 h'
+ORDER BY at DESC
+LIMIT 200
+""")
+READ_CLOCK = Statement("SELECT clock_timestamp()")
+
+
+@dataclass(frozen=True)
+class Change:
+    at: datetime
+    instance: str
+    what: str
+    detail: str | None
+
+
+async def now(request: Request) -> datetime:
+    """Return PostgreSQL's time: as it was read a few seconds ago, and what has passed since then."""
+    loop = asyncio.get_running_loop()
+
+    async def read() -> tuple[datetime, float]:
+        context = context_of(request)
+        async with reading(context) as connection:
+            ((at,),) = await (await connection.execute(context.database.namespace.sql(READ_CLOCK))).fetchall()
+            return at, loop.time()
+
+    at, read_at = await shared_reads(request).get("now", read, SLOW_AGE)
+    return at + timedelta(seconds=loop.time() - read_at)
+
+
+async def instances(request: Request) -> list[Instance]:
+    return await shared_reads(request).get("instances", context_of(request).member.instances)
+
+
+async def anomalies(request: Request) -> list[Anomaly]:
+    async def read() -> list[Anomaly]:
+        return await context_of(request).coordination.anomalies.find(await instances(request))
+
+    return await shared_reads(request).get("anomalies", read, SLOW_AGE)
+
+
+async def history(request: Request) -> list[Change]:
+    async def read() -> list[Change]:
+        context = context_of(request)
+        async with reading(context) as connection:
+            rows = await (await connection.execute(context.database.namespace.sql(HISTORY))).fetchall()
+        return [Change(*row) for row in rows]
+
+    return await shared_reads(request).get("history", read, SLOW_AGE)
+
+
+async def runnable(request: Request) -> dict[str, tuple[int, float]]:
+    """Return, by action, how many of its runs could begin now, and for how many seconds the oldest is due."""
+
+    async def read() -> dict[str, tuple[int, float]]:
+        context = context_of(request)
+        async with reading(context) as connection:
+            rows = await (await connection.execute(context.database.namespace.sql(RUNNABLE))).fetchall()
+        return {name: (runs, seconds) for name, runs, seconds in rows}
+
+    return await shared_reads(request).get("runnable", read)
+
+
+async def all_actions(request: Request) -> list[ActionRecord]:
+    async def read() -> list[ActionRecord]:
+        context = context_of(request)
+        async with reading(context) as connection:
+            return await actions.find_all(connection, context.database.namespace, context.engine.catalogue)
+
+    return await shared_reads(request).get("actions", read)
+
+
+async def held_locks(request: Request) -> list[LockRecord]:
+    async def read() -> list[LockRecord]:
+        context = context_of(request)
+        async with reading(context) as connection:
+            return await locks.list_locks(connection, context.database.namespace)
+
+    return await shared_reads(request).get("locks", read)
