@@ -242,8 +242,8 @@ def test_no_instance_is_declared_gone_because_one_backend_of_the_server_crashes(
 
 def test_an_instance_with_a_blocked_event_loop_is_not_declared_gone(fleet: Fleet) -> None:
     busy, witness = fleet.start(2)
-    # On a starved machine, the whole process may get no CPU time for as long as the lease, and is declared gone rightly.
-    # A blocked event loop alone must not do that: if heartbeats needed it, each of these times would fail.
+    # On a starved machine, the whole process may get no CPU time for as long as the lease: it is rightly declared gone.
+    # A blocked event loop alone must not do that. If heartbeats needed it, each of these times would fail.
     assert any(stays_itself_while_blocked(busy, witness) for _ in range(3))
 
 

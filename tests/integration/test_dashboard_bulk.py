@@ -60,7 +60,7 @@ async def states(here: LocalInstance, action: str = "echo") -> dict[str, int]:
         "finished_runs) AS r JOIN actions AS a ON a.id = r.action_id AND a.name = %s GROUP BY state",
         action,
     )
-    return dict(found)  # type: ignore[arg-type]
+    return dict(found)
 
 
 def shown(html: str) -> list[int]:

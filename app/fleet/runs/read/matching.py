@@ -47,7 +47,7 @@ class Selection:
     @property
     def is_plain(self) -> bool:
         """Whether a page of runs (`pages.py`) has this filter."""
-        return self.key is self.ordering_key is self.alike is self.words is None
+        return (self.key, self.ordering_key, self.alike, self.words) == (None, None, None, None)
 
 
 @dataclass(frozen=True)
