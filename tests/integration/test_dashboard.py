@@ -346,14 +346,14 @@ async def test_many_viewers_cost_one_read_of_each_part(here: LocalInstance, monk
 async def test_a_page_that_takes_the_database_too_long_says_so(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_reads, "READ_CLOCK", Statement("SELECT clock_timestamp() FROM pg_sleep(60)"))
+    monkeypatch.setattr(cluster_reads, "READ_NOW", Statement("SELECT clock_timestamp(), '{}' FROM pg_sleep(60)"))
     monkeypatch.setattr(page, "TIME_LIMIT", 0.1)
     monkeypatch.setattr(cluster_reads, "SLOW_AGE", 3600.0)
     answers = await asyncio.gather(*(get(here, "", 503) for _ in range(20)))
     assert {"did not answer within a second" in alert(answer) for answer in answers} == {True}
     assert here.running.app.state.dashboard.reads == 1, "viewers share a failure: they do not wait one after the other"
     monkeypatch.setattr(page, "TIME_LIMIT", 60.0)
-    monkeypatch.setattr(cluster_reads, "READ_CLOCK", Statement("SELECT clock_timestamp()"))
+    monkeypatch.setattr(cluster_reads, "READ_NOW", Statement("SELECT clock_timestamp(), '{}'::int[]"))
     here.running.app.state.dashboard.forget()
     await get(here, "")
 

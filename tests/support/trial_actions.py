@@ -109,6 +109,13 @@ async def give_up(_: Run) -> None:
     raise GiveUp("there is no such parcel")
 
 
+@action("deliver", retries=0)
+async def deliver(run: Run) -> None:
+    """Fail until the bug is mended: until there is a file with this name."""
+    if not is_open(run.payload["mended"]):
+        raise AttributeError(f"parcel {run.id} has no attribute 'weight'")
+
+
 @action("leak", retries=0)
 async def leak(_: Run) -> None:
     raise GiveUp("postgresql://u:sekret@h, password=hunter2 it said")

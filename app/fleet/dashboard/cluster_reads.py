@@ -36,7 +36,16 @@ WHERE at > clock_timestamp() - interval '1 h'
 ORDER BY at DESC
 LIMIT 200
 """)
-READ_CLOCK = Statement("SELECT clock_timestamp()")
+# And the ports of the other instances on this machine that serve the dashboard.
+READ_NOW = Statement("""
+SELECT clock_timestamp(), ARRAY(
+    SELECT i.port
+    FROM {schema}.instances AS i
+    WHERE i.state = 'ready' AND i.role <> 'worker' AND i.hostname = %(hostname)s AND i.port <> %(port)s
+    ORDER BY i.port
+    LIMIT 10
+)
+""")
 
 
 @dataclass(frozen=True)
@@ -48,16 +57,23 @@ class Change:
 
 
 async def now(request: Request) -> datetime:
-    """Return PostgreSQL's time: as it was read a few seconds ago, and what has passed since then."""
-    loop = asyncio.get_running_loop()
+    """Return PostgreSQL's time: as it was read a few seconds ago, and what has passed since then.
 
-    async def read() -> tuple[datetime, float]:
+    For a browser that talks to this instance directly, the page gets the addresses of the others, too: when this one
+    drains, the page moves to another. Behind a load balancer, any request does.
+    """
+    loop, own = asyncio.get_running_loop(), context_of(request).member.registration
+
+    async def read() -> tuple[datetime, float, list[int]]:
         context = context_of(request)
+        values = {"hostname": own.hostname, "port": own.port}
         async with reading(context) as connection:
-            ((at,),) = await (await connection.execute(context.database.namespace.sql(READ_CLOCK))).fetchall()
-            return at, loop.time()
+            cursor = await connection.execute(context.database.namespace.sql(READ_NOW), values)
+            ((at, ports),) = await cursor.fetchall()
+            return at, loop.time(), ports
 
-    at, read_at = await shared_reads(request).get("now", read, SLOW_AGE)
+    at, read_at, ports = await shared_reads(request).get("now", read, SLOW_AGE)
+    request.state.other_ports = ports if request.url.port == own.port else []
     return at + timedelta(seconds=loop.time() - read_at)
 
 

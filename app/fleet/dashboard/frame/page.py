@@ -108,6 +108,8 @@ def show(
         namespace=context.settings.namespace,
         instance=context.member.identity.name if engine and context.member.identity else "",
         signs_in=bool(context.settings.api_keys),
+        draining=context.lifecycle.draining.is_set(),
+        other_ports=getattr(request.state, "other_ports", []),
         section=request.url.path.removeprefix(PATH).strip("/").partition("/")[0],
         **values,
     )

@@ -7,6 +7,8 @@ const EVERY = 2000;
 const LONGEST = 30000;
 let paused = false;
 let wait = EVERY;
+let failures = 0;
+let others = otherPorts(document);
 let timer;
 
 const status = document.getElementById("updates");
@@ -53,14 +55,32 @@ async function update() {
     if (!next) throw new Error("no page");
     // This page is an error, and the error is over.
     if (!document.querySelector("nav") && page.querySelector("nav")) return location.reload();
+    others = otherPorts(page);
+    if (page.getElementById("draining") && moveOn()) return;
     if (!selecting()) merge(document.getElementById("main"), next);
     wait = EVERY;
+    failures = 0;
     say("");
   } catch {
+    failures += 1;
+    if (failures > 1 && moveOn()) return;
     wait = Math.min(2 * wait, LONGEST);
     say("no answer; this page is not up to date");
   }
   plan();
+}
+
+// The ports of the other instances on this host, if the browser talks to an instance directly. Behind a load balancer
+// there are none, and need not be: the next request goes to a living instance.
+function otherPorts(page) {
+  return (page.body.dataset.otherPorts ?? "").split(" ").filter(Boolean);
+}
+
+// Show the same page of another instance, because this one drains or does not answer.
+function moveOn() {
+  if (others.length === 0) return false;
+  location.port = others[Math.floor(Math.random() * others.length)];
+  return true;
 }
 
 // The viewer marks text: replacing it would end that.
@@ -80,6 +100,20 @@ document.addEventListener("visibilitychange", () => {
   if (document.visibilityState === "visible" && !paused) update();
   else clearTimeout(timer);
 });
+
+function pauseOrResume() {
+  paused = !paused;
+  pauseButton.textContent = paused ? "Resume updates" : "Pause updates";
+  say(paused ? "updates are paused" : "");
+  plan();
+}
+
+// Made here: without this script there are no updates.
+const pauseButton = document.createElement("button");
+pauseButton.type = "button";
+pauseButton.textContent = "Pause updates";
+pauseButton.addEventListener("click", pauseOrResume);
+document.querySelector("footer").append(pauseButton);
 
 // -- asking before a change ---------------------------------------------------------------------------------------------
 
@@ -104,9 +138,7 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     document.querySelector("main select, main input:not([type=hidden])")?.focus();
   } else if (event.key === "p") {
-    paused = !paused;
-    say(paused ? "updates are paused" : "");
-    plan();
+    pauseOrResume();
   } else if (event.key === "j" || event.key === "k") {
     move(event.key === "j" ? 1 : -1);
   }
