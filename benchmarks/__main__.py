@@ -17,6 +17,8 @@
     locks        a lock without contention, one with a hundred contenders on three instances,  p50 ≤ 2 ms; p99 ≤ 20 ms;
                  a thousand locks of one instance; a singleton whose instance ends             1 renewal per heartbeat
     limits       1,000 permits a second for three instances together, and their cost           ± 1 %, ≤ 50 statements/s
+    dashboard    its pages beside a million pending, ten million finished runs and 50           p99 ≤ 100 ms;
+                 instances; the statements of 1, 10 and 50 viewers; no-op runs with 50 viewers  ≤ 5/s; ≥ 0.97
     idle         statements per second and CPU of 1, 10 and 50 instances without work          ≤ 2 follower, ≤ 10 leader
     takeover     SIGKILL of one of 3 and of 50 instances until it is declared gone, and until  p99 ≤ 500 ms
                  there is a new leader
@@ -34,6 +36,7 @@ import time
 from benchmarks import (
     backlog,
     conditions,
+    dashboard,
     idle,
     insert,
     latency,
@@ -67,6 +70,7 @@ ALL = {
     "streams": streams.run,
     "locks": locks.run,
     "limits": limits.run,
+    "dashboard": dashboard.run,
     "idle": idle.run,
     "takeover": takeover.run,
     "outage": outage.run,

@@ -30,9 +30,9 @@ def two_cores() -> None:
 
 
 @contextmanager
-def durable_server() -> Iterator[Postgres]:
+def durable_server(configuration: str = "") -> Iterator[Postgres]:
     """Start the server, and print its version and settings."""
-    configuration = "".join(f"{name} = '{value}'\n" for name, value in SETTINGS.items())
+    configuration += "".join(f"{name} = '{value}'\n" for name, value in SETTINGS.items())
     with server(configuration=configuration) as postgres:
         with postgres.session() as session:
             shown = {name: shown_by(session, name) for name in (*DURABILITY, *SETTINGS)}

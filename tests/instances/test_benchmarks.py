@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 # The benchmarks that one test runs, one after the other; the groups take about the same time.
 TOGETHER = (
     ("locks", "limits", "throughput"),
-    ("start", "latency", "idle"),
+    ("start", "latency", "idle", "dashboard"),
     ("ordered", "rescue", "punctual", "traces"),
     ("backlog", "outage", "insert", "takeover", "once", "streams"),
 )
@@ -47,6 +47,7 @@ FIGURES = {
         "a singleton's instance is killed",
     ),
     "limits": ("callers", "≤ 1%", "≤ 50", "share of each"),
+    "dashboard": ("/runs/{id}", "p99 ≤ 100 ms", "50 viewers", "≤ 5/s", "≥ 0.97"),
     "idle": ("a follower", "each follower ≤ 2", "an instance  PostgreSQL"),
     "takeover": ("SIGKILL of the leader → a new leader",),
     "outage": ("same ids: True; false deaths: 0",),
