@@ -184,6 +184,22 @@ async def test_a_run_with_very_many_events_shows_the_first_and_says_so(here: Loc
     assert "Only its first events" in await get(here, f"/runs/{run.id}")
 
 
+async def test_the_page_of_a_run_is_told_when_the_run_has_new_events(here: LocalInstance) -> None:
+    run_id = await here.trigger("nap", {"seconds": 3600})
+    await here.attempt(run_id)
+    address = re.search(r'data-events="/dashboard([^"]*)"', await get(here, f"/runs/{run_id}"))
+    assert address is not None
+    following = asyncio.create_task(here.running.client.get(f"/dashboard{address[1]}"))
+    await soon(lambda: here.sql("SELECT 1 WHERE %s", here.running.context.stream.hub.followed == 1))
+    await post(here, f"/runs/{run_id}", f"/runs/{run_id}/cancel")
+    # It ends with the run.
+    answer = await following
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert "data: new" in answer.text
+    assert "data-events" not in await get(here, f"/runs/{run_id}")
+    assert (await here.running.client.get("/dashboard/runs/999/events")).status_code == 404
+
+
 async def test_runs_are_filtered_and_paged_by_the_address(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.fleet.dashboard.runs.PAGE", 2)
     ids = [await here.trigger("echo") for _ in range(3)]

@@ -1,27 +1,38 @@
 """One run: its timeline across instances, what it was given, what it returned or raised; cancel and retry."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import Path, Request, Response
+from fastapi import Depends, Path, Query, Request, Response
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 
 from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.actions import Operator, after_change
 from app.fleet.dashboard.frame.forms import PATH
 from app.fleet.dashboard.frame.page import new_router, reading, show
-from app.fleet.dashboard.frame.session import InViewer
+from app.fleet.dashboard.frame.session import InViewer, viewer
 from app.fleet.dashboard.frame.shared_reads import shared_reads
 from app.fleet.dashboard.runs import MAX_ID
 from app.fleet.dashboard.timeline import timeline
+from app.fleet.edge.auth import stream_slot
 from app.fleet.edge.context import InContext
+from app.fleet.engine.execute.writer import MAX_EVENTS
 from app.fleet.runs import cancel, retry
-from app.fleet.runs.effects.events import EventPage, read_pages
+from app.fleet.runs.effects.events import EventPage, StoredEvent, read_pages
 from app.fleet.runs.read import records
 from app.fleet.runs.read.records import RunRecord
+from app.fleet.stream.channel import Follower
 from app.fleet.stream.relay import CHANGED
 
 # Somebody who has triggered a run watches it.
-RUN_AGE = 1.0
+RUN_AGE = 0.3
+# Seconds between two messages that the run has new events, and between two comments that keep the connection open.
+SPACING = 0.5
+HEARTBEAT = 15.0
+
+NEW_EVENTS = b"data: new\n\n"
 
 router = new_router()
 
@@ -54,7 +65,29 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
         # A payload may have personal data: those who only look do not see it.
         shows_payload=who.may("operate"),
         pretty=pretty,
+        seen=None if read is None or read.ended else read.total,
     )
+
+
+async def followed(
+    run_id: RunId, context: InContext, after: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 0
+) -> AsyncIterator[Follower[StoredEvent]]:
+    async with context.stream.hub.follow(run_id, after) as follower:
+        yield follower
+
+
+# In this order: the number of streams of a viewer is limited.
+@router.get("/runs/{id}/events", dependencies=[Depends(viewer), Depends(stream_slot)])
+async def follow_run(follower: Annotated[Follower[StoredEvent], Depends(followed)]) -> EventSourceResponse:
+    """Tell the page's script when the run has new events: it fetches the page again. All viewers share the reads."""
+    return EventSourceResponse(messages(follower), headers={"x-accel-buffering": "no"})
+
+
+async def messages(follower: Follower[StoredEvent]) -> AsyncIterator[bytes]:
+    while not (follower.ended or follower.fell_behind):
+        yield NEW_EVENTS if await follower.more(HEARTBEAT) else KEEPALIVE_COMMENT
+        await asyncio.sleep(SPACING)
+    yield NEW_EVENTS
 
 
 @router.post("/runs/{id}/cancel")

@@ -10,7 +10,7 @@ always open, and answer with their status only. Refused keys are counted, and un
 
 import hmac
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -19,10 +19,11 @@ from fastapi.security.utils import get_authorization_scheme_param
 
 from app.fleet.api_keys import KEY, Scope, digest
 from app.fleet.edge.context import Context, InContext
-from app.fleet.edge.problems import Forbidden, TooManyRequests, Unauthorized
+from app.fleet.edge.problems import Forbidden, TooManyRequests, Unauthorized, Unavailable
 from app.fleet.settings import FleetSettings
 
 RANK = {"read": 0, "operate": 1, "admin": 2}
+STREAM_RETRY_AFTER = 5
 
 bearer = HTTPBearer(auto_error=False, description="An API key")
 header = APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key")
@@ -119,3 +120,25 @@ def name_of_key(context: Context, key: str | None) -> str | None:
     """Return the name of the key with this digest."""
     found = line_of(context.settings, key) if key is not None else None
     return found["name"] if found is not None else None
+
+
+async def stream_slot(request: Request, context: InContext) -> AsyncIterator[None]:
+    """Count this stream as open, or refuse it at the limit of the instance or of its API key."""
+    settings, open_streams, key = context.settings, context.open_streams, key_of(request)
+    # A quarter of the connections is left for other requests.
+    limit = min(settings.streams, context.connections.limit * 3 // 4)
+    if open_streams.total() >= limit:
+        raise limit_reached(f"this instance has {limit} streams open, which is its limit")
+    if key is not None and open_streams[key] >= settings.streams_per_key:
+        raise limit_reached(f"this API key has {settings.streams_per_key} streams open here, which is its limit")
+    open_streams[key] += 1
+    try:
+        yield
+    finally:
+        open_streams[key] -= 1
+        if not open_streams[key]:
+            del open_streams[key]
+
+
+def limit_reached(reason: str) -> Unavailable:
+    return Unavailable(f"{reason}: try again shortly, or at another instance", retry_after=STREAM_RETRY_AFTER)

@@ -33,15 +33,15 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import pydantic_core
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.responses import StreamingResponse
 
-from app.fleet.edge.auth import key_of, needs
+from app.fleet.edge.auth import needs, stream_slot
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.middleware import RETRY_MS
 from app.fleet.edge.openapi import problem_responses
-from app.fleet.edge.problems import HttpError, Unavailable
+from app.fleet.edge.problems import HttpError
 from app.fleet.engine.actions import admin
 from app.fleet.http.runs import RunId, States, states_of
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
@@ -53,7 +53,6 @@ from app.fleet.stream.reader import Reader
 
 router = APIRouter(tags=["events"], dependencies=[Depends(needs())])
 
-RETRY_AFTER = 5
 # Factors of STREAM_AGE: streams that began together do not end together.
 AGE_JITTER = (0.8, 1.2)
 # An idle stream sends a heartbeat after this time, so that no proxy between it and its client closes it.
@@ -81,24 +80,6 @@ async def last_seen(
 
 
 LastSeen = Annotated[str | None, Depends(last_seen)]
-
-
-async def stream_slot(request: Request, context: InContext) -> AsyncIterator[None]:
-    """Count this stream as open, or refuse it at the limit of the instance or of its API key."""
-    settings, open_streams, key = context.settings, context.open_streams, key_of(request)
-    # A quarter of the connections is left for other requests.
-    limit = min(settings.streams, context.connections.limit * 3 // 4)
-    if open_streams.total() >= limit:
-        raise limit_reached(f"this instance has {limit} streams open, which is its limit")
-    if key is not None and open_streams[key] >= settings.streams_per_key:
-        raise limit_reached(f"this API key has {settings.streams_per_key} streams open here, which is its limit")
-    open_streams[key] += 1
-    try:
-        yield
-    finally:
-        open_streams[key] -= 1
-        if not open_streams[key]:
-            del open_streams[key]
 
 
 class EventStream(EventSourceResponse):
@@ -303,7 +284,3 @@ def after_of(seen: str | None, digits: int) -> int | None:
             "`Last-Event-ID` (or `after`) must be the id of the last event that was received, a whole number"
         )
     return int(seen)
-
-
-def limit_reached(reason: str) -> Unavailable:
-    return Unavailable(f"{reason}: try again shortly, or at another instance", retry_after=RETRY_AFTER)

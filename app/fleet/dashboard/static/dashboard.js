@@ -5,9 +5,15 @@
 
 const EVERY = 2000;
 const LONGEST = 30000;
+// While the instance says what is new, for the times and bars that move by themselves.
+const LISTENING = 10000;
 let paused = false;
 let wait = EVERY;
 let failures = 0;
+let updating = false;
+let again = false;
+let events = null;
+let deafUntil = 0;
 let others = otherPorts(document);
 let timer;
 
@@ -47,6 +53,20 @@ function merge(present, next) {
 // -- fetching -----------------------------------------------------------------------------------------------------------
 
 async function update() {
+  clearTimeout(timer);
+  if (updating) {
+    again = true;
+    return;
+  }
+  updating = true;
+  again = false;
+  await fetchAndMerge();
+  updating = false;
+  if (again) update();
+  else plan();
+}
+
+async function fetchAndMerge() {
   try {
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, redirect: "manual" });
     if (answer.type === "opaqueredirect") return location.reload();
@@ -67,7 +87,6 @@ async function update() {
     wait = Math.min(2 * wait, LONGEST);
     say("no answer; this page is not up to date");
   }
-  plan();
 }
 
 // The ports of the other instances on this host, if the browser talks to an instance directly. Behind a load balancer
@@ -89,16 +108,35 @@ function selecting() {
   return selection && !selection.isCollapsed;
 }
 
+// The page of a run that has not ended: the instance says when the run has new events.
+function listen(address) {
+  if (!address) {
+    events?.close();
+    events = null;
+  } else if (!events && Date.now() > deafUntil) {
+    events = new EventSource(address);
+    events.onmessage = update;
+    events.onerror = () => {
+      events?.close();
+      events = null;
+      deafUntil = Date.now() + LONGEST;
+    };
+  }
+}
+
 function plan() {
   clearTimeout(timer);
+  const main = document.getElementById("main");
   // The sign-in, and a form that was refused.
-  const isStill = document.getElementById("main").hasAttribute("data-still");
-  if (!paused && !isStill && document.visibilityState === "visible") timer = setTimeout(update, wait);
+  const isStill = main.hasAttribute("data-still");
+  const isWatched = !paused && !isStill && document.visibilityState === "visible";
+  listen(isWatched ? main.dataset.events : undefined);
+  if (isWatched) timer = setTimeout(update, events ? Math.max(wait, LISTENING) : wait);
 }
 
 document.addEventListener("visibilitychange", () => {
   if (document.visibilityState === "visible" && !paused) update();
-  else clearTimeout(timer);
+  else plan();
 });
 
 function pauseOrResume() {
