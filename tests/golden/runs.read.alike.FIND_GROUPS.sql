@@ -22,14 +22,17 @@ SELECT a.name AS action, g.alike, c.runs, newest.id AS newest, newest.finished_a
 FROM groups AS g
 JOIN "flotilla".actions AS a ON a.id = g.action_id
 CROSS JOIN LATERAL (
+    -- The next entries of the index, whichever group they are of: with an upper bound, the planner may read all runs of
+    -- the action, because it assumes that the group has most of them.
     SELECT count(*) AS runs
     FROM (
-        SELECT
+        SELECT f.action_id, f.alike
         FROM "flotilla".finished_runs AS f
         WHERE f.alike IS NOT NULL AND (f.action_id, f.alike, f.id) > (g.action_id, g.alike, 0)
-          AND (f.action_id, f.alike, f.id) <= (g.action_id, g.alike, 9223372036854775807)
+        ORDER BY f.action_id, f.alike, f.id
         LIMIT 1001
     ) AS f
+    WHERE f.action_id = g.action_id AND f.alike = g.alike
 ) AS c
 CROSS JOIN LATERAL (
     SELECT f.id, f.finished_at, f.error

@@ -11,6 +11,8 @@ import pytest
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.http.runs import MAX_PAGE_BYTES
 from app.fleet.runs.effects.states import RunState
+from app.fleet.runs.read.alike import COUNTED, FIND_GROUPS
+from app.fleet.runs.read.matching import FIRST_ID_SINCE, IDS_ALIKE, MATCH
 from app.fleet.runs.read.pages import EXTRACT, MAX_WHOLE, NEWEST, page_sql
 from app.fleet.runs.retry import ENDED
 from tests.integration.test_actions_http import RUN, get, post
@@ -162,3 +164,31 @@ def test_a_page_reads_few_rows_of_an_index_for_any_filter_and_cursor(address: st
             assert row is not None
             (scan,) = scans(row[0][0]["Plan"])
             assert (scan["Index Name"], rows_read_by(scan)) == ("finished_runs_action_state", limit)
+        # The dashboard's groups of errors: of each, at most COUNTED + 1 entries are counted. And the runs of a group.
+        for first, last, groups in ((0, 2**31 - 1, 19), (3, 3, 1)):
+            found = explained(connection, FIND_GROUPS, {"first_action": first, "last_action": last})
+            assert {scan["Index Name"] for scan in found} == {"finished_runs_alike"}
+            assert sum(map(rows_read_by, found)) <= groups * (COUNTED + 8)
+        alike = connection.execute("SELECT alike FROM finished_runs WHERE alike IS NOT NULL LIMIT 1").fetchone()
+        assert alike is not None
+        of_group = {"action_id": 3, "alike": alike[0], "limit": limit, "before": NEWEST, "after": 0}
+        (scan,) = explained(connection, IDS_ALIKE, of_group)
+        assert (scan["Index Name"], rows_read_by(scan)) == ("finished_runs_alike", limit)
+        # The candidates of other filters, and the search for an instant.
+        ids = list(range(995_000, 1_005_000))
+        values = {"ids": ids, "state": None, "ordering_key": None, "words": "no such words"}
+        assert sum(map(rows_read_by, explained(connection, MATCH, values))) <= 2 * len(ids)
+        for since in ("-infinity", "infinity"):
+            assert sum(map(rows_read_by, explained(connection, FIRST_ID_SINCE, {"since": since}))) <= 200
+
+
+def explained(
+    connection: psycopg.Connection[Any], statement: Statement, values: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Execute a statement, and return its scans."""
+    explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + Namespace("flotilla").sql(statement)
+    row = connection.execute(explain, values, prepare=False).fetchone()
+    assert row is not None
+    found = list(scans(row[0][0]["Plan"]))
+    assert "Seq Scan" not in {scan["Node Type"] for scan in found}
+    return found
