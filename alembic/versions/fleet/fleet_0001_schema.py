@@ -22,6 +22,7 @@ TABLES = (
     "finished_runs",
     "run_keys",
     "run_events",
+    "run_tracebacks",
     "feed",
     "feed_settings",
     "standby",
@@ -359,6 +360,17 @@ def upgrade() -> None:
         sa.Column("data", sa.JSON()),
         sa.Column("at", sa.DateTime(timezone=True), server_default=sa.text("clock_timestamp()"), nullable=False),
         sa.PrimaryKeyConstraint("run_id", "seq", name="run_events_pkey"),
+    )
+    op.create_table(
+        "run_tracebacks",
+        sa.Column("run_id", sa.BigInteger(), nullable=False),
+        sa.Column("token", sa.BigInteger(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("instance", sa.Text()),
+        sa.Column("error", sa.Text(), nullable=False),
+        sa.Column("traceback", sa.Text(), nullable=False),
+        sa.Column("at", sa.DateTime(timezone=True), server_default=sa.text("clock_timestamp()"), nullable=False),
+        sa.PrimaryKeyConstraint("run_id", "token", name="run_tracebacks_pkey"),
     )
     op.create_table(
         "feed",

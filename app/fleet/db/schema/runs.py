@@ -1,4 +1,4 @@
-"""Tables of `app/fleet/runs`: actions, runs, their keys and events, and the feed."""
+"""Tables of `app/fleet/runs`: actions, runs, their keys, events and tracebacks, and the feed."""
 
 from sqlalchemy import (
     JSON,
@@ -169,7 +169,7 @@ finished_runs = Table(
     Column("finished_at", DateTime(timezone=True), nullable=False),
     Column("request_id", Text),
     Column("trace_parent", Text),
-    # After this instant the pruner deletes the run, its events and its key.
+    # After this instant the pruner deletes the run, its events, its tracebacks and its key.
     Column("expires_at", DateTime(timezone=True), nullable=False),
     CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="state"),
     Index("finished_runs_action_state", "action_id", "state", "id"),
@@ -201,6 +201,22 @@ run_events = Table(
     Column("data", JSON),
     Column("at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     PrimaryKeyConstraint("run_id", "seq"),
+)
+
+# The tracebacks of the failed attempts among the last `MAX_TRACEBACKS` claims of a run (`runs/attempt_writes.py`). The
+# number of an attempt may occur twice: a pause gives it back, and an operator's retry starts again from 0.
+run_tracebacks = Table(
+    "run_tracebacks",
+    metadata,
+    Column("run_id", BigInteger, nullable=False),
+    Column("token", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("instance", Text),
+    # The beginning of the error of the attempt.
+    Column("error", Text, nullable=False),
+    Column("traceback", Text, nullable=False),
+    Column("at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    PrimaryKeyConstraint("run_id", "token"),
 )
 
 # Every state change of every run: one row for each statement, state and instance, retained for `feed_settings.kept`.
