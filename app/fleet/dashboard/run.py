@@ -14,8 +14,10 @@ from app.fleet.dashboard.runs import MAX_ID
 from app.fleet.dashboard.timeline import timeline
 from app.fleet.edge.context import InContext
 from app.fleet.runs import cancel, retry
+from app.fleet.runs.attempt_writes import MAX_TRACEBACKS
 from app.fleet.runs.effects.events import read_pages
 from app.fleet.runs.read import records
+from app.fleet.runs.read.tracebacks import find_tracebacks
 from app.fleet.stream.relay import CHANGED
 
 router = new_router()
@@ -29,6 +31,9 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
     async with reading(context) as connection:
         run = await records.find(connection, namespace, run_id)
         found = await read_pages(connection, namespace, {run_id: 0})
+        # A payload may have personal data, and a traceback shows code: those who only look see neither.
+        shows_all = who.may("operate")
+        tracebacks = await find_tracebacks(connection, namespace, run_id, limit=MAX_TRACEBACKS) if shows_all else []
     seen = await snapshot.latest(request)
     read = found.get(run_id)
     events = read.events if read is not None else []
@@ -44,8 +49,8 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
         events=[each for each in events if each.kind != "state"],
         left_out=left_out,
         timeline=timeline(run, events, seen.now, is_whole=left_out == 0),
-        # A payload may have personal data: those who only look do not see it.
-        shows_payload=who.may("operate"),
+        shows_all=shows_all,
+        tracebacks=tracebacks,
         pretty=pretty,
     )
 
