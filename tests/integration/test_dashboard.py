@@ -30,14 +30,18 @@ PAGES = ("", "/actions", "/actions/echo", "/runs", "/locks", "/sign-in")
 MAX_FIRST_PAGE = 100_000
 
 
-@pytest.fixture(autouse=True)
-def no_time_limit_and_no_shared_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, a statement may take longer than the second that a page allows. Each page reads for itself."""
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a statement take longer than the second that a page allows, and let each page read for itself."""
     monkeypatch.setattr(page, "TIME_LIMIT", 60.0)
+    monkeypatch.setattr(shared_reads, "TIMEOUT", 60.0)
     monkeypatch.setattr(shared_reads, "MAX_AGE", 0.0)
     monkeypatch.setattr(cluster_reads, "SLOW_AGE", 0.0)
     monkeypatch.setattr(run_page, "RUN_AGE", 0.0)
-    monkeypatch.setattr(shared_reads, "TIMEOUT", 60.0)
+
+
+@pytest.fixture(autouse=True)
+def no_time_limit_and_no_shared_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    unhurried(monkeypatch)
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ from html import unescape
 import pytest
 
 from app.fleet.api_keys import make_key
-from app.fleet.dashboard import bulk, cluster_reads
-from app.fleet.dashboard.frame import page, shared_reads
+from app.fleet.dashboard import bulk
 from app.fleet.runs.read import alike, matching
-from tests.integration.test_dashboard import alert, get, post, sign_in, value_of
+from tests.integration.test_dashboard import alert, get, post, sign_in, unhurried, value_of
 from tests.support.runs import LocalInstance, local_instance
 
 pytestmark = pytest.mark.anyio
@@ -28,10 +27,7 @@ FROM generate_series(%s::int, %s::int) AS n
 
 @pytest.fixture(autouse=True)
 def no_time_limit_and_no_shared_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "TIME_LIMIT", 60.0)
-    monkeypatch.setattr(shared_reads, "TIMEOUT", 60.0)
-    monkeypatch.setattr(shared_reads, "MAX_AGE", 0.0)
-    monkeypatch.setattr(cluster_reads, "SLOW_AGE", 0.0)
+    unhurried(monkeypatch)
 
 
 @pytest.fixture
@@ -167,7 +163,7 @@ async def test_runs_are_found_by_each_filter_and_by_all_together(here: LocalInst
     assert shown(await get(here, f"/runs?action=nap&alike={mark}&words=closed")) == []
     html = await get(here, "/runs?words=harbour&action=echo")
     assert 'name="words" value="harbour"' in html
-    assert "<details open>" in html
+    assert '<details id="more-filters" open>' in html
 
 
 async def test_runs_are_found_by_time(here: LocalInstance) -> None:

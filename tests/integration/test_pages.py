@@ -176,8 +176,8 @@ def test_a_page_reads_few_rows_of_an_index_for_any_filter_and_cursor(address: st
         assert (scan["Index Name"], rows_read_by(scan)) == ("finished_runs_alike", limit)
         # The candidates of other filters, and the search for an instant.
         ids = list(range(995_000, 1_005_000))
-        values = {"ids": ids, "state": None, "ordering_key": None, "words": "no such words"}
-        assert sum(map(rows_read_by, explained(connection, MATCH, values))) <= 2 * len(ids)
+        candidates: dict[str, Any] = {"ids": ids, "state": None, "ordering_key": None, "words": "no such words"}
+        assert sum(map(rows_read_by, explained(connection, MATCH, candidates))) <= 2 * len(ids)
         for since in ("-infinity", "infinity"):
             assert sum(map(rows_read_by, explained(connection, FIRST_ID_SINCE, {"since": since}))) <= 200
 

@@ -39,6 +39,7 @@ from app.fleet.cluster.link import clock
 from app.fleet.telemetry.logs import event_log
 
 EFFECTS = "CREATE TABLE public.effects (run_id bigint, attempt int, token bigint, instance text, note text)"
+ADDRESS = "ann@example.org"
 EFFECT = text("INSERT INTO public.effects VALUES (:run, :attempt, :token, :instance, :note)")
 
 
@@ -126,7 +127,7 @@ async def write_twice(_: Run) -> None:
     async with transaction() as own:
         await own.execute(text("CREATE TEMPORARY TABLE mails (address text UNIQUE) ON COMMIT DROP"))
         for _number in range(2):
-            await own.execute(text("INSERT INTO mails VALUES (:address)"), {"address": "ann@example.org"})
+            await own.execute(text("INSERT INTO mails VALUES (:address)"), {"address": ADDRESS})
 
 
 @action("not-json")

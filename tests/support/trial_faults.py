@@ -86,6 +86,11 @@ def chained(depth: int) -> Exception:
     return first
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 def in_a_circle() -> Exception:
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__ = two, one
@@ -121,6 +126,9 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "chain": lambda: chained(5000),
     "circle": in_a_circle,
     "fenced": lambda: Fenced("somebody else's"),
+    "secret": lambda: caused(ValueError("password=hunter2"), KeyError("postgresql://u:hunter2@h")),
+    "gives-up": lambda: GiveUp("there is no such parcel"),
+    "gives-up-because": lambda: caused(GiveUp("there is no such parcel"), KeyError("parcel")),
 }
 
 

@@ -22,6 +22,7 @@ TABLES = (
     "finished_runs",
     "run_keys",
     "run_events",
+    "run_tracebacks",
     "feed",
     "feed_settings",
     "standby",
@@ -35,10 +36,14 @@ TABLES = (
     "once_keys",
 )
 
+# As PostgreSQL prints it, because the model is compared with the database.
 ALIKE = r"""
-CASE WHEN state = 'failed' THEN hashtextextended(
-    regexp_replace(left(coalesce(error, ''), 500) COLLATE "C", '"[^"]*"|(?<!\w)''[^'']*''|\S*[0-9@]\S*', '#', 'g'), 0
-) END
+CASE WHEN state = 'failed'::text THEN hashtextextended(
+    regexp_replace(
+        left(COALESCE(error, ''::text), 500) COLLATE "C", '"[^"]*"|(?<!\w)''[^'']*''|\S*[0-9@]\S*'::text,
+        '#'::text, 'g'::text
+    ), 0::bigint
+) ELSE NULL::bigint END
 """
 
 # The runs that an instance with a free slot could claim now, for each action that is neither paused nor without a
@@ -372,6 +377,17 @@ def upgrade() -> None:
         sa.Column("data", sa.JSON()),
         sa.Column("at", sa.DateTime(timezone=True), server_default=sa.text("clock_timestamp()"), nullable=False),
         sa.PrimaryKeyConstraint("run_id", "seq", name="run_events_pkey"),
+    )
+    op.create_table(
+        "run_tracebacks",
+        sa.Column("run_id", sa.BigInteger(), nullable=False),
+        sa.Column("token", sa.BigInteger(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("instance", sa.Text()),
+        sa.Column("error", sa.Text(), nullable=False),
+        sa.Column("traceback", sa.Text(), nullable=False),
+        sa.Column("at", sa.DateTime(timezone=True), server_default=sa.text("clock_timestamp()"), nullable=False),
+        sa.PrimaryKeyConstraint("run_id", "token", name="run_tracebacks_pkey"),
     )
     op.create_table(
         "feed",

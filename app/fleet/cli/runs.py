@@ -30,9 +30,10 @@ from app.fleet.engine.actions import admin
 from app.fleet.runs import retry as run_retry
 from app.fleet.runs.cancel import cancel_run
 from app.fleet.runs.effects.states import RunState
-from app.fleet.runs.read import pages, records
+from app.fleet.runs.read import pages, records, tracebacks
 from app.fleet.runs.read.pages import ListedRun
 from app.fleet.runs.read.records import RunRecord
+from app.fleet.runs.read.tracebacks import StoredTraceback
 from app.fleet.runs.retry import RETRYABLE, Retried
 from app.fleet.settings import FleetSettings
 
@@ -94,12 +95,12 @@ def show(
     settings = load_settings()
     if follow_it:
         follow(settings, run, as_json=as_json)
-    record = asyncio.run(find_run(settings, run))
+    record, latest = asyncio.run(find_run(settings, run))
     if as_json:
         write_json(record)
         return
     write(headline(record))
-    for name, value in details(record):
+    for name, value in details(record, latest):
         write(f"  {name:<13}  {value.replace(chr(10), chr(10) + ' ' * 17)}")
 
 
@@ -167,9 +168,11 @@ def parse_age(option: str, given: str | None) -> timedelta | None:
 Request = Callable[[Connection, Namespace, int], Awaitable[RunRecord]]
 
 
-async def find_run(settings: FleetSettings, run: int) -> RunRecord:
+async def find_run(settings: FleetSettings, run: int) -> tuple[RunRecord, list[StoredTraceback]]:
+    """Return the run, and the traceback of its latest failed attempt, if there is one."""
     async with connect(settings) as (connection, namespace):
-        return await records.find(connection, namespace, run)
+        record = await records.find(connection, namespace, run)
+        return record, await tracebacks.find_tracebacks(connection, namespace, run, limit=1)
 
 
 async def change_run(settings: FleetSettings, command: str, request: Request, run: int) -> RunRecord:
@@ -215,7 +218,7 @@ def cells(run: ListedRun) -> Iterator[str]:
     yield one_line(run.error or run.truncated.get("error", ""))
 
 
-def details(run: RunRecord) -> Iterator[tuple[str, str]]:
+def details(run: RunRecord, latest: list[StoredTraceback]) -> Iterator[tuple[str, str]]:
     """Yield the lines of a run's details, without those that do not apply."""
     yield "trigger", run.trigger
     yield "attempt", f"{run.attempt} of {run.max_attempts}"
@@ -238,3 +241,5 @@ def details(run: RunRecord) -> Iterator[tuple[str, str]]:
             yield name, one_line(value)
     if run.error is not None:
         yield "error", run.error
+        for each in latest:
+            yield "traceback", f"attempt {each.attempt} on {each.instance}, {local_time(each.at)}\n{each.traceback}"

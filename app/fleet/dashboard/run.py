@@ -20,9 +20,11 @@ from app.fleet.edge.auth import stream_slot
 from app.fleet.edge.context import InContext
 from app.fleet.engine.execute.writer import MAX_EVENTS
 from app.fleet.runs import cancel, retry
+from app.fleet.runs.attempt_writes import MAX_TRACEBACKS
 from app.fleet.runs.effects.events import EventPage, StoredEvent, read_pages
 from app.fleet.runs.read import records
 from app.fleet.runs.read.records import RunRecord
+from app.fleet.runs.read.tracebacks import StoredTraceback, find_tracebacks
 from app.fleet.stream.channel import Follower
 from app.fleet.stream.relay import CHANGED
 
@@ -41,13 +43,18 @@ RunId = Annotated[int, Path(alias="id", ge=0, le=MAX_ID)]
 
 @router.get("/runs/{id}")
 async def run_page(run_id: RunId, request: Request, context: InContext, who: InViewer) -> Response:
-    async def read_run() -> tuple[RunRecord, EventPage | None]:
+    # A payload may have personal data, and a traceback shows code: those who only look see neither.
+    shows_all = who.may("operate")
+
+    async def read_run() -> tuple[RunRecord, EventPage | None, list[StoredTraceback]]:
         namespace = context.database.namespace
         async with reading(context) as connection:
             run = await records.find(connection, namespace, run_id)
-            return run, (await read_pages(connection, namespace, {run_id: 0})).get(run_id)
+            found = await read_pages(connection, namespace, {run_id: 0})
+            tracebacks = await find_tracebacks(connection, namespace, run_id, limit=MAX_TRACEBACKS) if shows_all else []
+            return run, found.get(run_id), tracebacks
 
-    run, read = await shared_reads(request).get(("run", run_id), read_run, RUN_AGE)
+    run, read, tracebacks = await shared_reads(request).get(("run", run_id, shows_all), read_run, RUN_AGE)
     now = await cluster_reads.now(request)
     events = read.events if read is not None else []
     left_out = read.total - len(events) if read is not None else 0
@@ -62,8 +69,8 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
         events=[each for each in events if each.kind != "state"],
         left_out=left_out,
         timeline=timeline(run, events, now, is_whole=left_out == 0),
-        # A payload may have personal data: those who only look do not see it.
-        shows_payload=who.may("operate"),
+        shows_all=shows_all,
+        tracebacks=tracebacks,
         pretty=pretty,
         seen=None if read is None or read.ended else read.total,
     )

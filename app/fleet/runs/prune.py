@@ -1,4 +1,4 @@
-"""How an old run is deleted, with its events and its keys, when its retention is over.
+"""How an old run is deleted, with its events, tracebacks and keys, when its retention is over.
 
 A run that was retried meanwhile is no longer in `finished_runs`, or has another `expires_at`. A run with very many
 events is marked first: its `expires_at` becomes the epoch, and from then on it can neither be retried nor followed.
@@ -25,6 +25,8 @@ WITH old AS MATERIALIZED (
     DELETE FROM {schema}.finished_runs WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING id
 ), events AS (
     DELETE FROM {schema}.run_events WHERE run_id = ANY (ARRAY(SELECT id FROM old))
+), tracebacks AS (
+    DELETE FROM {schema}.run_tracebacks WHERE run_id = ANY (ARRAY(SELECT id FROM old))
 ), keys AS (
     DELETE FROM {schema}.run_keys WHERE run_id = ANY (ARRAY(SELECT id FROM old))
 )

@@ -1,4 +1,4 @@
-"""Redaction: no secret leaves the process in a log line, a run's stored error, a problem or a report of `doctor`.
+"""Redaction: no secret leaves the process in a log line, a run's error and tracebacks, a problem or a `doctor` report.
 
 Every text for people passes through `redact` before it is formatted, so that a line of JSON stays valid. A secret is
 found in two ways:

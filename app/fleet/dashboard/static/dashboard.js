@@ -1,6 +1,6 @@
 // Brings the page up to date: fetches it again every two seconds while it is visible, and changes what is different, in
-// place. Focus, scroll position, and what a viewer has typed stay: the browser keeps the value of a field in which a
-// viewer has typed, whatever its attributes become. Without this script every page works as well.
+// place. Focus, scroll position, what a viewer has typed and what a viewer has opened stay: the browser keeps the value of
+// a field in which a viewer has typed, whatever its attributes become. Without this script every page works as well.
 "use strict";
 
 const EVERY = 2000;
@@ -50,6 +50,15 @@ function merge(present, next) {
   before.slice(after.length).forEach((child) => child.remove());
 }
 
+// Open and close the details of the next page as the viewer has. They are the same ones if they have the same id: a new
+// one may come before them.
+function keepOpen(next) {
+  for (const details of next.querySelectorAll("details[id]")) {
+    const present = document.getElementById(details.id);
+    if (present) details.open = present.open;
+  }
+}
+
 // -- fetching -----------------------------------------------------------------------------------------------------------
 
 async function update() {
@@ -77,6 +86,7 @@ async function fetchAndMerge() {
     if (!document.querySelector("nav") && page.querySelector("nav")) return location.reload();
     others = otherPorts(page);
     if (page.getElementById("draining") && moveOn()) return;
+    keepOpen(next);
     if (!selecting()) merge(document.getElementById("main"), next);
     wait = EVERY;
     failures = 0;

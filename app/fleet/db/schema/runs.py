@@ -1,4 +1,4 @@
-"""Tables of `app/fleet/runs`: actions, runs, their keys and events, and the feed."""
+"""Tables of `app/fleet/runs`: actions, runs, their keys, events and tracebacks, and the feed."""
 
 from sqlalchemy import (
     JSON,
@@ -142,10 +142,14 @@ runs = Table(
     },
 )
 
+# As PostgreSQL prints it, because the model is compared with the database.
 ALIKE = r"""
-CASE WHEN state = 'failed' THEN hashtextextended(
-    regexp_replace(left(coalesce(error, ''), 500) COLLATE "C", '"[^"]*"|(?<!\w)''[^'']*''|\S*[0-9@]\S*', '#', 'g'), 0
-) END
+CASE WHEN state = 'failed'::text THEN hashtextextended(
+    regexp_replace(
+        left(COALESCE(error, ''::text), 500) COLLATE "C", '"[^"]*"|(?<!\w)''[^'']*''|\S*[0-9@]\S*'::text,
+        '#'::text, 'g'::text
+    ), 0::bigint
+) ELSE NULL::bigint END
 """
 
 finished_runs = Table(
@@ -176,7 +180,7 @@ finished_runs = Table(
     Column("finished_at", DateTime(timezone=True), nullable=False),
     Column("request_id", Text),
     Column("trace_parent", Text),
-    # After this instant the pruner deletes the run, its events and its key.
+    # After this instant the pruner deletes the run, its events, its tracebacks and its key.
     Column("expires_at", DateTime(timezone=True), nullable=False),
     # Failed runs of one action with errors that differ only in quoted texts and in words with a digit or an `@` have
     # the same number here; null for other runs (`runs/read/alike.py`).
@@ -212,6 +216,22 @@ run_events = Table(
     Column("data", JSON),
     Column("at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     PrimaryKeyConstraint("run_id", "seq"),
+)
+
+# The tracebacks of the failed attempts among the last `MAX_TRACEBACKS` claims of a run (`runs/attempt_writes.py`). The
+# number of an attempt may occur twice: a pause gives it back, and an operator's retry starts again from 0.
+run_tracebacks = Table(
+    "run_tracebacks",
+    metadata,
+    Column("run_id", BigInteger, nullable=False),
+    Column("token", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("instance", Text),
+    # The beginning of the error of the attempt.
+    Column("error", Text, nullable=False),
+    Column("traceback", Text, nullable=False),
+    Column("at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    PrimaryKeyConstraint("run_id", "token"),
 )
 
 # Every state change of every run: one row for each statement, state and instance, retained for `feed_settings.kept`.

@@ -57,6 +57,8 @@ class Attempt:
     # When it began, and how long it took, on the event loop's clock.
     began = 0.0
     seconds = 0.0
+    # The traceback of its failure, until it is stored.
+    traceback: str | None = None
     # How long the attempt has blocked the event loop (`loop_monitor.py`).
     blocked_seconds = 0.0
     task: asyncio.Task[None] | None = None

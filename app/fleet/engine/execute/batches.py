@@ -21,7 +21,7 @@ from app.fleet.db.pool.pool import Connection, DatabaseAway, shows_an_outage
 from app.fleet.db.pool.statements import array
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.errors import Fenced
-from app.fleet.runs.attempt_writes import CHECKPOINT, STILL_OURS
+from app.fleet.runs.attempt_writes import CHECKPOINT, STILL_OURS, STORE_TRACEBACKS
 from app.fleet.runs.effects import events
 from app.fleet.runs.effects.events import Event
 from app.fleet.runs.effects.notifications import WAITING_HEADING, returned_heading
@@ -30,6 +30,8 @@ from app.fleet.runs.end import CONFIRM, END_CANCELLED, FINISH, FINISH_SKIP_LOCKE
 from app.fleet.runs.requeue import REQUEUE
 
 REFUSED = "PostgreSQL refused what it wrote:"
+# Characters of the error beside a stored traceback.
+MAX_HEADLINE = 500
 # Serialization failure, deadlock, lock timeout, cancelled statement: the values are not at fault.
 TRANSIENT = {"40001", "40P01", "55P03", "57014"}
 # The class of "program limit exceeded": sending it again would exceed it again, although psycopg calls it operational.
@@ -137,10 +139,29 @@ async def store_checkpoints(
     return outcome
 
 
+async def store_tracebacks(
+    connection: Connection, namespace: Namespace, batch: Sequence[Returned] | Sequence[Ended]
+) -> None:
+    """Store the tracebacks of failed attempts, before the statement after which these runs are no longer theirs."""
+    failed = [each for each in batch if each.attempt.traceback is not None]
+    if not failed:
+        return
+    values = {
+        "ids": [each.attempt.run_id for each in failed],
+        "tokens": [each.attempt.token for each in failed],
+        "errors": [(each.error or "")[:MAX_HEADLINE] for each in failed],
+        "tracebacks": [each.attempt.traceback for each in failed],
+    }
+    await connection.execute(namespace.sql(STORE_TRACEBACKS), values)
+    for each in failed:
+        each.attempt.traceback = None
+
+
 async def requeue(
     connection: Connection, namespace: Namespace, batch: Sequence[Returned], version: str, *, sent_before: bool
 ) -> Outcome[Returned]:
     """Make runs pending again; `version` is the release of this instance."""
+    await store_tracebacks(connection, namespace, batch)
     values = {
         "ids": [each.attempt.run_id for each in batch],
         "tokens": [each.attempt.token for each in batch],
@@ -176,6 +197,8 @@ async def finish(
     connection: Connection, namespace: Namespace, batch: Sequence[Ended], *, plain: bool
 ) -> Outcome[Ended]:
     """End runs. `plain` says that all of them succeeded, without a result."""
+    if not plain:
+        await store_tracebacks(connection, namespace, batch)
     values: dict[str, Any] = {
         "ids": array([each.attempt.run_id for each in batch]),
         "tokens": array([each.attempt.token for each in batch]),

@@ -16,6 +16,8 @@ durable. The executor itself never waits for an action.
       instance loses its identity
     is interrupted by a shutdown          pending again; this does not count as an attempt
 
+An attempt that raises, or that raises after its deadline, also leaves its traceback (`failures.py`).
+
 Whatever an action raises, returns or emits affects its own attempt alone: also `SystemExit`, and an exception whose
 methods raise when its text is read. An error while an end is being recorded frees the slot too. A thread finds actions
 that block the event loop (`loop_monitor.py`).
@@ -36,7 +38,7 @@ from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.run import MAX_RESULT, Run, as_json
 from app.fleet.engine.execute.attempt import Attempt, Ending, current_attempt
 from app.fleet.engine.execute.containment import contain_tasks
-from app.fleet.engine.execute.failures import UNREADABLE, FailureLog, delay_of, reason_of, text_of
+from app.fleet.engine.execute.failures import UNREADABLE, FailureLog, delay_of, reason_of, stored_traceback, text_of
 from app.fleet.engine.execute.loop_monitor import LoopMonitor
 from app.fleet.engine.execute.threads import run_in_thread
 from app.fleet.engine.execute.writer import RunWriter
@@ -263,7 +265,12 @@ class Executor(Service):
             self.writer.paused(attempt)
         elif attempt.ending is Ending.CANCELLED:
             self.writer.cancelled(attempt, "cancelled on request")
-        elif attempt.ending is Ending.TIMEOUT:
+        else:
+            attempt.traceback = stored_traceback(error)
+            self._record_failure(attempt, action, error)
+
+    def _record_failure(self, attempt: Attempt, action: Action[Any], error: BaseException) -> None:
+        if attempt.ending is Ending.TIMEOUT:
             self._retry_or_fail(attempt, exceeded(action, attempt))
         elif isinstance(error, GiveUp):
             self.writer.failed(attempt, f"gave up: {text_of(error)}")

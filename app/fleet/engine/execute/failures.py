@@ -1,8 +1,9 @@
-"""Failed attempts: the error text that the run keeps, and the log.
+"""Failed attempts: the error text and the traceback that the run keeps, and the log.
 
 The log has a line for each failed attempt, and a whole traceback once a minute for each cause. When a dependency is
 down, every attempt that needs it fails in the same place, and thousands of equal tracebacks would hide everything else.
-A cause is an action, the class of the exception and the line that raised it.
+A cause is an action, the class of the exception and the line that raised it. The run keeps the traceback of each of
+its last attempts (`app/fleet/runs/attempt_writes.py`).
 
 The methods of an action's exception are the action's own code, and may do anything. Nothing here lets that out.
 """
@@ -13,9 +14,10 @@ from typing import NamedTuple
 
 from app.fleet.duration import MAX_DURATION, parse_duration
 from app.fleet.engine.execute.attempt import Attempt
-from app.fleet.errors import TryAgain
+from app.fleet.errors import GiveUp, PayloadInvalid, TryAgain
 from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.redaction import describe, redact
+from app.fleet.telemetry.tracebacks import led_to, traceback_of
 
 # Seconds between two tracebacks of one cause.
 TRACEBACK_INTERVAL = 60.0
@@ -88,6 +90,16 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException:  # noqa: BLE001 — the exception is the action's; its `__str__` may do anything
         return UNREADABLE
+
+
+def stored_traceback(error: BaseException) -> str | None:
+    """Return the traceback that the run keeps, or None if it would say no more than the text of the error.
+
+    `TryAgain` and `GiveUp` say what the action means, so only the exception that led to one of them adds something.
+    """
+    if isinstance(error, PayloadInvalid) or (isinstance(error, TryAgain | GiveUp) and led_to(error) is None):
+        return None
+    return traceback_of(error)
 
 
 def delay_of(error: TryAgain) -> float | None:

@@ -7,6 +7,9 @@ once, a flood of writes in batches of `BATCH` (`unwritten.py`). A round writes i
     requeued runs           after a failure with retries left, or a pause: `pending` again
     ended runs              moved from `runs` to `finished_runs`
 
+The tracebacks of failed attempts are stored just before the batch that requeues or ends their runs, by a statement of
+its own: most batches have none.
+
 A round takes an equal share of events from each run that has any. Runs that have more events keep waiting with their
 end, and only they. So a run that emits without end delays no other: it fills its own `MAX_UNWRITTEN_EVENTS`, and then
 waits in `emit`.
@@ -25,7 +28,10 @@ takeover.
     the process dies after it                 none: the write is durable
     the database is unreachable               the batch waits, and with it the slots of its runs; it is sent again
                                               until the database answers
+    the process dies after the statement      the traceback stays: it is true; the run is taken over and attempted
+      that stores tracebacks                  again
     PostgreSQL refuses a value                the batch is halved until the value is found; that run fails, no other
+    PostgreSQL refuses a traceback            the same, but the end of the attempt is written without it
 
 A slot of the executor is free when the end of its run is durable. So an instance cannot claim faster than it writes.
 
@@ -41,16 +47,7 @@ from app.fleet.background import LoopErrors, cancel_and_wait
 from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.engine.execute import batches
 from app.fleet.engine.execute.attempt import Attempt, Ending
-from app.fleet.engine.execute.batches import (
-    REFUSED,
-    Checkpoint,
-    Emitted,
-    Ended,
-    Returned,
-    fenced,
-    may_fail,
-    worth_repeating,
-)
+from app.fleet.engine.execute.batches import Checkpoint, Emitted, Ended, Returned, fenced, may_fail, worth_repeating
 from app.fleet.engine.execute.failures import storable
 from app.fleet.engine.execute.threads import wait_from_thread
 from app.fleet.engine.execute.transactions import RunTransactions
@@ -195,13 +192,10 @@ class RunWriter:
 
     async def empty(self) -> None:
         """Wait until everything that was appended so far is written."""
-        while self._busy():
+        while self._unwritten or not self._idle.is_set():
             self._work.set()
             await self._idle.wait()
             await asyncio.sleep(RETRY if self._unwritten.locked else 0)
-
-    def _busy(self) -> bool:
-        return bool(self._unwritten) or not self._idle.is_set()
 
     async def _until_round_ends(self) -> None:
         self._work.set()
@@ -266,11 +260,15 @@ class RunWriter:
         (refused,) = batch
         attempt: Attempt = refused.attempt
         log.error("run.write_refused", run=attempt.run_id, action=attempt.action.name, what=kind.value, error=error)
-        if isinstance(refused, Checkpoint):
+        if attempt.traceback is not None and isinstance(refused, Ended | Returned):
+            # Perhaps it is the traceback that PostgreSQL refuses.
+            attempt.traceback = None
+            await self._persist(kind, batch)
+        elif isinstance(refused, Checkpoint):
             if not refused.stored.done():
                 refused.stored.set_exception(error)
         elif may_fail(refused):
-            text = storable(f"{REFUSED} {describe(error)}")
+            text = storable(f"{batches.REFUSED} {describe(error)}")
             await self._persist(Kind.ENDED, [Ended(attempt, RunState.FAILED, None, text)])
         elif isinstance(refused, Ended | Returned):
             # Nothing more can be written about this attempt. Another instance ends the run after its deadline.
