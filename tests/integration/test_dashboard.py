@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from html import unescape
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -35,6 +36,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "TIME_LIMIT", 60.0)
     monkeypatch.setattr(shared_reads, "TIMEOUT", 60.0)
     monkeypatch.setattr(shared_reads, "MAX_AGE", 0.0)
+    monkeypatch.setattr(shared_reads, "RATE", 1e9)
     monkeypatch.setattr(cluster_reads, "SLOW_AGE", 0.0)
     monkeypatch.setattr(run_page, "RUN_AGE", 0.0)
 
@@ -388,10 +390,36 @@ async def test_a_read_that_began_before_a_change_is_not_shown_after_it() -> None
         await go_on.wait()
         return seen
 
-    former = asyncio.create_task(shared.get("state", read))
+    former = asyncio.create_task(shared.get(a_request(), "state", read))
     await began.wait()
     state = "after"
     shared.forget()
     go_on.set()
-    assert await shared.get("state", read) == "after"
+    assert await shared.get(a_request(), "state", read) == "after"
     assert await former == "before"
+
+
+async def test_many_different_pages_share_a_rate_of_statements_and_say_how_old_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_reads, "RATE", 0.0)
+    monkeypatch.setattr(shared_reads, "BURST", 5.0)
+    shared = shared_reads.SharedReads()
+
+    async def read() -> int:
+        return shared.reads
+
+    for key in range(10):
+        assert await shared.get(a_request(), key, read, statements=2) == key + 1, "what was never read is read"
+    later = a_request()
+    assert await shared.get(later, 3, read) == 4, "nothing is saved up: the former read is used"
+    assert later.state.age > 0
+    monkeypatch.setattr(shared_reads, "MAX_DELAY", 0.0)
+    assert await shared.get(a_request(), 3, read) == 11, "but not for ever"
+    monkeypatch.setattr(shared_reads, "MAX_DELAY", 3600.0)
+    monkeypatch.setattr(shared_reads, "RATE", 1e9)
+    assert await shared.get(a_request(), 4, read) == 12
+
+
+def a_request() -> Any:
+    return SimpleNamespace(state=SimpleNamespace())

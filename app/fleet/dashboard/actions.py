@@ -13,7 +13,7 @@ from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH, fields
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, Viewer, may
-from app.fleet.dashboard.frame.shared_reads import shared_reads
+from app.fleet.dashboard.frame.shared_reads import shared, shared_reads
 from app.fleet.dashboard.payload_form import payload_fields, payload_of
 from app.fleet.edge.audit import set_subject
 from app.fleet.edge.context import Context, InContext
@@ -73,7 +73,7 @@ async def show_action(
             identifier = await admin.id_of(connection, namespace, name)
             return found, await pages.find_page(connection, namespace, action_id=identifier, limit=LAST_RUNS)
 
-    found, last = await shared_reads(request).get(("action", name), read)
+    found, last = await shared(request, ("action", name), read, statements=4)
     declared = next((each for each in context.engine.catalogue if each.name == name), None)
     return show(
         request,

@@ -11,7 +11,7 @@ from app.fleet.cluster.registry import Instance
 from app.fleet.coordination.locks import admin as locks
 from app.fleet.coordination.locks.admin import LockRecord
 from app.fleet.dashboard.frame.page import reading
-from app.fleet.dashboard.frame.shared_reads import context_of, shared_reads
+from app.fleet.dashboard.frame.shared_reads import context_of, shared
 from app.fleet.db.namespace import Statement
 from app.fleet.engine.actions import admin as actions
 from app.fleet.engine.actions.admin import ActionRecord
@@ -72,20 +72,20 @@ async def now(request: Request) -> datetime:
             ((at, ports),) = await cursor.fetchall()
             return at, loop.time(), ports
 
-    at, read_at, ports = await shared_reads(request).get("now", read, SLOW_AGE)
+    at, read_at, ports = await shared(request, "now", read, max_age=SLOW_AGE)
     request.state.other_ports = ports if request.url.port == own.port else []
     return at + timedelta(seconds=loop.time() - read_at)
 
 
 async def instances(request: Request) -> list[Instance]:
-    return await shared_reads(request).get("instances", context_of(request).member.instances)
+    return await shared(request, "instances", context_of(request).member.instances)
 
 
 async def anomalies(request: Request) -> list[Anomaly]:
     async def read() -> list[Anomaly]:
         return await context_of(request).coordination.anomalies.find(await instances(request))
 
-    return await shared_reads(request).get("anomalies", read, SLOW_AGE)
+    return await shared(request, "anomalies", read, statements=7, max_age=SLOW_AGE)
 
 
 async def history(request: Request) -> list[Change]:
@@ -95,7 +95,7 @@ async def history(request: Request) -> list[Change]:
             rows = await (await connection.execute(context.database.namespace.sql(HISTORY))).fetchall()
         return [Change(*row) for row in rows]
 
-    return await shared_reads(request).get("history", read, SLOW_AGE)
+    return await shared(request, "history", read, max_age=SLOW_AGE)
 
 
 async def runnable(request: Request) -> dict[str, tuple[int, float]]:
@@ -107,7 +107,7 @@ async def runnable(request: Request) -> dict[str, tuple[int, float]]:
             rows = await (await connection.execute(context.database.namespace.sql(RUNNABLE))).fetchall()
         return {name: (runs, seconds) for name, runs, seconds in rows}
 
-    return await shared_reads(request).get("runnable", read)
+    return await shared(request, "runnable", read)
 
 
 async def all_actions(request: Request) -> list[ActionRecord]:
@@ -116,7 +116,7 @@ async def all_actions(request: Request) -> list[ActionRecord]:
         async with reading(context) as connection:
             return await actions.find_all(connection, context.database.namespace, context.engine.catalogue)
 
-    return await shared_reads(request).get("actions", read)
+    return await shared(request, "actions", read, statements=2)
 
 
 async def held_locks(request: Request) -> list[LockRecord]:
@@ -125,4 +125,4 @@ async def held_locks(request: Request) -> list[LockRecord]:
         async with reading(context) as connection:
             return await locks.list_locks(connection, context.database.namespace)
 
-    return await shared_reads(request).get("locks", read)
+    return await shared(request, "locks", read)

@@ -7,7 +7,7 @@ from fastapi import Query, Request, Response
 from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer
-from app.fleet.dashboard.frame.shared_reads import shared_reads
+from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.dashboard.runs import MAX_TEXT
 from app.fleet.edge.context import InContext
 from app.fleet.engine.actions import admin
@@ -27,7 +27,7 @@ async def errors_page(
             action_id = await admin.id_of(connection, namespace, action) if action else None
             return await alike.find_groups(connection, namespace, action_id)
 
-    groups = await shared_reads(request).get(("errors", action), read)
+    groups = await shared(request, ("errors", action), read)
     return show(
         request,
         context,

@@ -13,7 +13,7 @@ from app.fleet.dashboard.actions import Operator, after_change
 from app.fleet.dashboard.frame.forms import PATH
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, viewer
-from app.fleet.dashboard.frame.shared_reads import shared_reads
+from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.dashboard.runs import MAX_ID
 from app.fleet.dashboard.timeline import timeline
 from app.fleet.edge.auth import stream_slot
@@ -54,7 +54,7 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
             tracebacks = await find_tracebacks(connection, namespace, run_id, limit=MAX_TRACEBACKS) if shows_all else []
             return run, found.get(run_id), tracebacks
 
-    run, read, tracebacks = await shared_reads(request).get(("run", run_id, shows_all), read_run, RUN_AGE)
+    run, read, tracebacks = await shared(request, ("run", run_id, shows_all), read_run, statements=3, max_age=RUN_AGE)
     now = await cluster_reads.now(request)
     events = read.events if read is not None else []
     left_out = read.total - len(events) if read is not None else 0

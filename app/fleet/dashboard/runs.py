@@ -11,7 +11,7 @@ from fastapi import Depends, Query, Request, Response
 from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer
-from app.fleet.dashboard.frame.shared_reads import shared_reads
+from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool.pool import Connection
 from app.fleet.edge.context import InContext
@@ -123,7 +123,7 @@ async def runs_page(request: Request, context: InContext, who: InViewer, given: 
             wanted = await given.selection(connection, namespace)
             return await find_matching(connection, namespace, wanted, PAGE)
 
-    runs, reached = await shared_reads(request).get(("runs", given), read)
+    runs, reached = await shared(request, ("runs", given), read, statements=2)
     return show(
         request,
         context,

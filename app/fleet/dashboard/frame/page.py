@@ -109,6 +109,7 @@ def show(
         instance=context.member.identity.name if engine and context.member.identity else "",
         signs_in=bool(context.settings.api_keys),
         draining=context.lifecycle.draining.is_set(),
+        age=getattr(request.state, "age", 0.0),
         other_ports=getattr(request.state, "other_ports", []),
         section=request.url.path.removeprefix(PATH).strip("/").partition("/")[0],
         **values,
