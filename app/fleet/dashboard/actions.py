@@ -10,6 +10,7 @@ from fastapi import Depends, Request, Response
 from fastapi.responses import RedirectResponse
 
 from app.fleet.dashboard import snapshot
+from app.fleet.dashboard.charts import minutes
 from app.fleet.dashboard.frame.forms import PATH, fields
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, Viewer, may
@@ -37,7 +38,7 @@ async def actions_page(request: Request, context: InContext, who: InViewer) -> R
     seen = await snapshot.latest(request)
     return show(
         request, context, "actions.html", who, title="Actions", now=seen.now, actions=seen.actions,
-        runnable=seen.runnable,
+        runnable=seen.runnable, recent=await minutes.recent(request),
     )  # fmt: skip
 
 
@@ -75,6 +76,7 @@ async def show_action(
         action=found,
         runs=last,
         runnable=seen.runnable.get(name),
+        recent=(await minutes.recent(request)).get(name),
         declared=declared is not None,
         fields=payload_fields(declared, given) if declared else [],
         key=(given or {}).get("key") or f"dashboard-{secrets.token_hex(16)}",

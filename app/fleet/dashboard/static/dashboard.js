@@ -28,7 +28,8 @@ function merge(present, next) {
   }
   if (present.nodeType !== Node.ELEMENT_NODE) return;
   for (const { name } of [...present.attributes]) {
-    if (!next.hasAttribute(name)) present.removeAttribute(name);
+    // What a viewer has opened stays open.
+    if (!next.hasAttribute(name) && name !== "open") present.removeAttribute(name);
   }
   for (const { name, value } of next.attributes) {
     if (present.getAttribute(name) !== value) present.setAttribute(name, value);
@@ -90,8 +91,8 @@ document.addEventListener("submit", (event) => {
 
 // -- the keyboard -------------------------------------------------------------------------------------------------------
 
-const PLACES = { f: "", a: "/actions", r: "/runs", l: "/locks" };
-const KEYS = "g f, g a, g r, g l: fleet, actions, runs, locks\nj, k: the next and the previous row\n/: the first filter\np: pause the updates\n?: this help";
+const PLACES = { f: "", a: "/actions", r: "/runs", l: "/locks", c: "/charts" };
+const KEYS = "g f, g a, g r, g l, g c: fleet, actions, runs, locks, charts\nj, k: the next and the previous row\n/: the first filter\np: pause the updates\n?: this help";
 let first = "";
 
 document.addEventListener("keydown", (event) => {
