@@ -273,6 +273,8 @@ class Shutdown:
         await self._services.stream.stop()
         for service in reversed(self._services.coordination.services):
             await service.stop()
+        # After all attempts have ended, and last: in an outage, this may take the rest of the step.
+        await self._services.engine.minutes.stop()
 
     def _end_process(self) -> None:
         """End the process before the platform does, which would log no reason. Called in the watchdog's thread."""

@@ -17,6 +17,7 @@ from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.figures import cluster_figures
+from app.fleet.engine.figures.minute_counts import MinuteCounts
 from app.fleet.engine.figures.run_metrics import RunMetrics
 from app.fleet.runs.effects.states import RunState
 from app.fleet.telemetry import tracing
@@ -189,7 +190,7 @@ async def test_before_the_time_of_postgresql_is_known_no_wait_is_measured() -> N
 
     catalogue = Catalogue({"a": action("a")(nothing)})
     catalogue.set_ids({"a": 1})
-    metrics = RunMetrics(catalogue)
+    metrics = RunMetrics(catalogue, MinuteCounts(lambda: None))
     metrics.started([(1, 1, 1, 1, 0, 1, 0, "code", None, None, None, 2, None, None, None, False, LATER)], None)
     samples = {(s.name, s.labels.get("action")): s.value for family in metrics.collect() for s in family.samples}
     assert samples["flotilla_runs_started_total", "a"] == 1
@@ -223,7 +224,7 @@ async def test_more_actions_than_the_limit_share_one_series() -> None:
     actions = {f"action-{number}": action(f"action-{number}")(nothing) for number in range(MAX_NAMES + 50)}
     catalogue = Catalogue(actions)
     catalogue.set_ids({name: number for number, name in enumerate(actions, 1)})
-    metrics = RunMetrics(catalogue)
+    metrics = RunMetrics(catalogue, MinuteCounts(lambda: None))
     metrics.ended([attempt_of(each, number) for number, each in enumerate(actions.values(), 1)], RunState.SUCCEEDED)
     (ended,) = [family for family in metrics.collect() if family.name == "flotilla_runs_ended"]
     by_name = {s.labels["action"]: s.value for s in ended.samples if s.labels["outcome"] == "succeeded"}

@@ -36,6 +36,7 @@ KINDS = [
     "dispatcher",
     "reconciler",
     "pruner",
+    "minutes",
     "scheduler",
 ]
 

@@ -39,6 +39,7 @@ from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.run import Blocking, Run
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.figures.cluster_figures import Figures
+from app.fleet.engine.figures.minute_counts import MinuteCounts
 from app.fleet.engine.figures.run_metrics import RunMetrics
 from app.fleet.errors import FleetError
 from app.fleet.runs.effects.states import RunState
@@ -331,7 +332,8 @@ def test_every_metric_has_a_row_with_its_type_and_labels_and_nothing_else_does()
 def other_metrics() -> Iterator[tuple[str, tuple[str, tuple[str, ...]]]]:
     """Yield the metrics that are not in `DEFINITIONS`: instruments, and the figures of runs and of the cluster."""
     instruments = [each for each in REGISTRY.collect() if each.name.startswith("flotilla_")]
-    for family in (*instruments, *RunMetrics(Catalogue({})).collect(), *Figures([], [], [], 0).collect()):
+    runs = RunMetrics(Catalogue({}), MinuteCounts(lambda: None))
+    for family in (*instruments, *runs.collect(), *Figures([], [], [], 0).collect()):
         suffix = "_total" if family.type == "counter" else ""
         yield family.name + suffix, (family.type, tuple(getattr(family, "_labelnames", ())))
 

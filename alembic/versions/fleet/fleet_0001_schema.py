@@ -26,6 +26,7 @@ TABLES = (
     "feed",
     "feed_settings",
     "standby",
+    "run_minutes",
     "service_locks",
     "lock_waiters",
     "lock_releases",
@@ -415,6 +416,24 @@ def upgrade() -> None:
         sa.Column("instance_id", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("action_ids", ARRAY(sa.Integer()), nullable=False),
         sa.PrimaryKeyConstraint("instance_id", name="standby_pkey"),
+    )
+    op.create_table(
+        "run_minutes",
+        sa.Column("minute", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("action_id", sa.Integer(), nullable=False),
+        sa.Column("succeeded", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("failed", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("cancelled", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("retried", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("paused", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("work_seconds", sa.Float(), server_default=sa.text("0"), nullable=False),
+        sa.Column("begun", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("waited_seconds", sa.Float(), server_default=sa.text("0"), nullable=False),
+        sa.Column("longest_wait_seconds", sa.Float(), server_default=sa.text("0"), nullable=False),
+        sa.Column("waiting", sa.BigInteger()),
+        sa.Column("oldest_seconds", sa.Float()),
+        sa.PrimaryKeyConstraint("minute", "action_id", name="run_minutes_pkey"),
+        postgresql_with={"fillfactor": "50"},
     )
     op.create_table(
         "service_locks",

@@ -1,10 +1,10 @@
-"""The operator's pages at `/dashboard`: the fleet, the actions, the runs, one run, the coordination.
+"""The operator's pages at `/dashboard`: the fleet, the actions, the runs, one run, the coordination, charts.
 
     fleet.py, actions.py, runs.py, run.py, errors.py, coordination.py    the pages
     bulk.py            retry or cancel all runs that match a filter
     payload_form.py    the form of a payload, made from its type
     timeline.py        the timeline of a run
-    cluster_reads.py   the state of the cluster
+    charts/            what happened in the last hour and day, and the sparklines of the actions
     frame/             what every page has: sign-in, forms, templates, wording, reads that all viewers share
 
 Any instance of role `web` or `all` serves it. The pages are HTML from templates, and work without the script
@@ -17,11 +17,12 @@ its own replaces the dependency: `app.dependency_overrides[dashboard.viewer] = m
 from fastapi import APIRouter
 
 from app.fleet.dashboard import actions, bulk, coordination, errors, fleet, run, runs
+from app.fleet.dashboard.charts import page as charts
 from app.fleet.dashboard.frame import page, session
 from app.fleet.dashboard.frame.session import Viewer, viewer
 
 __all__ = ["Viewer", "router", "viewer"]
 
 router = APIRouter()
-for each in (page, session, fleet, actions, runs, run, errors, bulk, coordination):
+for each in (page, session, fleet, actions, runs, run, errors, bulk, coordination, charts):
     router.include_router(each.router)

@@ -9,7 +9,8 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 from fastapi.responses import RedirectResponse
 
-from app.fleet.dashboard import cluster_reads
+from app.fleet.dashboard.charts import minutes
+from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH, fields
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, Viewer, may
@@ -46,6 +47,7 @@ async def actions_page(request: Request, context: InContext, who: InViewer) -> R
         now=await cluster_reads.now(request),
         actions=await cluster_reads.all_actions(request),
         runnable=await cluster_reads.runnable(request),
+        recent=await minutes.recent(request),
     )
 
 
@@ -86,6 +88,7 @@ async def show_action(
         action=found,
         runs=last,
         runnable=(await cluster_reads.runnable(request)).get(name),
+        recent=(await minutes.recent(request)).get(name),
         declared=declared is not None,
         fields=payload_fields(declared, given) if declared else [],
         key=(given or {}).get("key") or f"dashboard-{secrets.token_hex(16)}",

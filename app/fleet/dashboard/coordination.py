@@ -5,8 +5,8 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 
 from app.fleet.coordination.locks import admin
-from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.actions import after_change
+from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH, fields
 from app.fleet.dashboard.frame.page import new_router, show
 from app.fleet.dashboard.frame.session import InViewer, Viewer, may

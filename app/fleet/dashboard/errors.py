@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import Query, Request, Response
 
-from app.fleet.dashboard import cluster_reads
+from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer
 from app.fleet.dashboard.frame.shared_reads import shared

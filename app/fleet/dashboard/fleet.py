@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 
 from fastapi import Request, Response
 
-from app.fleet.dashboard import cluster_reads
-from app.fleet.dashboard.cluster_reads import Change
+from app.fleet.dashboard.frame import cluster_reads
+from app.fleet.dashboard.frame.cluster_reads import Change
 from app.fleet.dashboard.frame.page import new_router, show
 from app.fleet.dashboard.frame.session import InViewer
 from app.fleet.edge.context import InContext

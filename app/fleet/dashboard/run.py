@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Query, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 
-from app.fleet.dashboard import cluster_reads
 from app.fleet.dashboard.actions import Operator, after_change
+from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH
 from app.fleet.dashboard.frame.page import new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, viewer

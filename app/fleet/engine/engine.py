@@ -35,6 +35,7 @@ from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.figures.cluster_figures import ClusterFigures
 from app.fleet.engine.figures.run_metrics import RunMetrics
+from app.fleet.engine.figures.run_minutes import RunMinutes
 from app.fleet.engine.maintenance import no_worker, rescuer
 from app.fleet.engine.maintenance.pruner import Pruner
 from app.fleet.engine.maintenance.reconciler import Reconciler
@@ -74,7 +75,8 @@ class Engine:
         self.backlog = Backlog(catalogue, self.clock)
         self.claimant = Claimant(database.namespace, catalogue, self.backlog, self.clock)
         self.triggers = Triggers(database, catalogue, stream.hub)
-        self.metrics = RunMetrics(catalogue)
+        self.minutes = RunMinutes(database, member, self.clock)
+        self.metrics = RunMetrics(catalogue, self.minutes.counts)
         self.figures = ClusterFigures(database, member, shared.anomalies)
         version = member.registration.version
         self.executor = Executor(settings, database, catalogue, stream.relay, self.metrics, self._on_settled, version)
@@ -135,7 +137,7 @@ class Engine:
     def services(self) -> Sequence[Service]:
         """In the order in which they start. Without the dispatcher, the instance claims no run."""
         claims = (self.dispatcher,) if self._role.executes else ()
-        return (self.executor, *claims, self.reconciler, self.pruner, self.scheduler)
+        return (self.executor, *claims, self.reconciler, self.pruner, self.minutes, self.scheduler)
 
     async def synchronise(self) -> None:
         """Write the actions of this code to the database, before any service reads them."""

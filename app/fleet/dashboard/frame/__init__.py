@@ -3,5 +3,7 @@
 session.py         the viewer: sign-in with an API key, and the cookie of the session
 forms.py           the fields of a form, and its token
 page.py            a page: its template, its headers, and what it shows instead if something goes wrong
+shared_reads.py    what the pages read, kept for a moment for all viewers
+cluster_reads.py   the state of the cluster, read in this way
 wording.py         how times, durations and schedules are written
 """

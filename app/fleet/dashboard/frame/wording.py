@@ -1,6 +1,6 @@
 """How the dashboard writes times, durations, numbers and schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,6 +49,19 @@ def count(number: int) -> str:
     return f"{COUNTED:,}+" if number > COUNTED else f"{number:,}"
 
 
+def short(number: float) -> str:
+    """A number on an axis, with three digits at most: `950`, `1.2k`, `60k`, `3.5M`."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:g}"
+
+
+def outcomes(ended: Mapping[str, int]) -> str:
+    """`1,204 succeeded, 3 failed`: how many attempts ended in which way."""
+    return ", ".join(f"{number:,} {outcome}" for outcome, number in ended.items() if number) or "none"
+
+
 def schedule(text: str | None) -> str:
     """Say a schedule in words."""
     if text is None:
@@ -62,4 +75,10 @@ def schedule(text: str | None) -> str:
     return f"{words[:1].lower()}{words[1:]}, {parsed.zone}{jitter}"
 
 
-FILTERS: dict[str, Callable[..., Any]] = {"span": span, "when": when, "count": count, "schedule": schedule}
+FILTERS: dict[str, Callable[..., Any]] = {
+    "span": span,
+    "when": when,
+    "count": count,
+    "outcomes": outcomes,
+    "schedule": schedule,
+}

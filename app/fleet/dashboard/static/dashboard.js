@@ -172,8 +172,8 @@ document.addEventListener("submit", (event) => {
 
 // -- the keyboard -------------------------------------------------------------------------------------------------------
 
-const PLACES = { f: "", a: "/actions", r: "/runs", e: "/errors", l: "/locks" };
-const KEYS = "g f, g a, g r, g e, g l: fleet, actions, runs, errors, locks\nj, k: the next and the previous row\n/: the first filter\np: pause the updates\n?: this help";
+const PLACES = { f: "", a: "/actions", r: "/runs", e: "/errors", o: "/coordination", c: "/charts" };
+const KEYS = "g f, g a, g r, g e, g o, g c: fleet, actions, runs, errors, coordination, charts\nj, k: the next and the previous row\n/: the first filter\np: pause the updates\n?: this help";
 let first = "";
 
 document.addEventListener("keydown", (event) => {

@@ -1,1 +1,1 @@
-"""What `GET /metrics` shows about runs, and about the whole cluster."""
+"""What `GET /metrics` and the charts of the dashboard show about runs, and about the whole cluster."""

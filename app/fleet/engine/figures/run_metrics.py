@@ -10,6 +10,8 @@ report many at once, because this is on the path of every run (`telemetry/timing
     flotilla_run_duration_seconds       how long the action ran in each of these attempts
 
 A later attempt is not counted as a wait: its run has waited for a retry, or another instance has executed it meanwhile.
+
+The same figures go to `run_minutes.py`, for the charts of the whole cluster.
 """
 
 from collections import Counter
@@ -22,6 +24,7 @@ from opentelemetry.trace import Span
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from app.fleet.engine.actions.catalogue import Catalogue
+from app.fleet.engine.figures.minute_counts import MinuteCounts
 from app.fleet.runs.claim import ACTION, EVENTS, RUN_AT, SCHEDULED_FOR, Row
 from app.fleet.runs.effects.states import RunState
 from app.fleet.telemetry import tracing
@@ -51,9 +54,10 @@ class EndedAttempt(Protocol):
 
 
 class RunMetrics:
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue, minutes: MinuteCounts) -> None:
         self.outcomes: Counter[str] = Counter()
         self._catalogue = catalogue
+        self._minutes = minutes
         self._tracer = tracing.tracer()
         # The names that have series of their own, and how many attempts of each began and ended.
         self._names: dict[int, str] = {}
@@ -76,9 +80,11 @@ class RunMetrics:
             due = [row[RUN_AT] for row in first]
             if due.count(due[0]) == len(due):
                 # Runs that were triggered together are due at the same instant: one subtraction for all.
-                self._waits.of(name).add([(at - due[0]) // MICROSECOND] * len(due))
+                waits = [(at - due[0]) // MICROSECOND] * len(due)
             else:
-                self._waits.of(name).add([(at - run_at) // MICROSECOND for run_at in due])
+                waits = [(at - run_at) // MICROSECOND for run_at in due]
+            self._waits.of(name).add(waits)
+            self._minutes.begun(action_id, waits)
             slots = [slot for row in first if (slot := row[SCHEDULED_FOR]) is not None]
             if slots:
                 self._latenesses.of(name).add([(at - slot) // MICROSECOND for slot in slots])
@@ -95,7 +101,9 @@ class RunMetrics:
         for action_id, own in grouped(attempts, action_of_attempt):
             name = self._name(action_id)
             self._ended[name, outcome] += len(own)
-            self._durations.of(name).add([int(attempt.seconds * 1e6) for attempt in own if attempt.began])
+            durations = [int(attempt.seconds * 1e6) for attempt in own if attempt.began]
+            self._durations.of(name).add(durations)
+            self._minutes.ended(action_id, outcome, len(own), sum(durations))
 
     def collect(self) -> Iterator[Metric]:
         # An action has all its counters from the first scrape on: an increase from nothing to 1 is no increase.

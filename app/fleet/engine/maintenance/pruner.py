@@ -1,8 +1,9 @@
-"""The pruner: deletes runs whose retention is over, and old rows of the feed and of `once`.
+"""The pruner: deletes runs whose retention is over, and old rows of the feed, of `once` and of `run_minutes`.
 
-A run is kept for the `retention` of its action, which is fixed when the run ends. The leader prunes. Runs, feed and
-keys are pruned by a task each, so none of them delays the others. Each works in batches, every batch a transaction of
-its own. Between two batches it pauses for as long as the last one took, so it uses at most half of a connection's time.
+A run is kept for the `retention` of its action, which is fixed when the run ends. The leader prunes. Runs, feed, keys
+and minutes are pruned by a task each, so none of them delays the others. Each works in batches, every batch a
+transaction of its own. Between two batches it pauses for as long as the last one took, so it uses at most half of a
+connection's time.
 
 Runs: a statement without locks reads which runs are expired, from where the last batch ended. (An index keeps the
 entries of deleted rows until vacuum, and a single open snapshot delays vacuum.) Then a transaction deletes at most
@@ -31,13 +32,14 @@ from app.fleet.background import LoopErrors, Service, cancel_and_wait
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
+from app.fleet.engine.figures.run_minutes import prune_minutes
 from app.fleet.engine.once.housekeeping import prune_keys
 from app.fleet.runs.effects.feed_pruner import FeedPruner
 from app.fleet.runs.prune import EXPIRED, MARK, PRUNE, PRUNE_EVENTS
 from app.fleet.telemetry.logs import event_log
 
 INTERVAL = 10.0
-# The feed and the keys are pruned in every sixth interval: an idle leader sends few statements.
+# The feed, the keys and the minutes are pruned in every sixth interval: an idle leader sends few statements.
 SELDOM = 6
 BATCH = 1000
 # How many events one statement deletes.
@@ -94,6 +96,7 @@ class Pruner(Service):
                 ("runs", self.prune, itertools.count(1)),
                 ("feed", self.prune_feed, itertools.count(SELDOM, SELDOM)),
                 ("keys", self.prune_keys, itertools.count(SELDOM // 2, SELDOM)),
+                ("minutes", self.prune_minutes, itertools.count(SELDOM - 1, SELDOM)),
             )
         ]
 
@@ -138,6 +141,16 @@ class Pruner(Service):
             began = loop.time()
             async with self._database.autocommit() as connection:
                 count, floor = await prune_keys(connection, self._database.namespace, floor, BATCH)
+            await asyncio.sleep(loop.time() - began)
+
+    async def prune_minutes(self) -> None:
+        """Delete the rows of minutes that no chart shows any more."""
+        loop = asyncio.get_running_loop()
+        count = BATCH
+        while count >= BATCH:
+            began = loop.time()
+            async with self._database.autocommit() as connection:
+                count = await prune_minutes(connection, self._database.namespace, BATCH)
             await asyncio.sleep(loop.time() - began)
 
     async def prune(self) -> int:

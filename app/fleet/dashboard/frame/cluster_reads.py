@@ -119,6 +119,16 @@ async def all_actions(request: Request) -> list[ActionRecord]:
     return await shared(request, "actions", read, statements=2)
 
 
+async def action_id(request: Request, name: str) -> int:
+    async def read() -> int:
+        context = context_of(request)
+        async with reading(context) as connection:
+            return await actions.id_of(connection, context.database.namespace, name)
+
+    # It never changes.
+    return await shared(request, ("action id", name), read, max_age=3600.0)
+
+
 async def held_locks(request: Request) -> list[LockRecord]:
     async def read() -> list[LockRecord]:
         context = context_of(request)
