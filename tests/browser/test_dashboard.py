@@ -15,7 +15,7 @@ from tests.support.postgres import eventually
 TRIAL = "tests.support.trial_actions"
 READ, ADMIN = make_key("bob", "read"), make_key("root", "admin")
 KEYS = f"{READ[1]},{ADMIN[1]}"
-PAGES = ("", "/actions", "/actions/weigh", "/runs", "/locks")
+PAGES = ("", "/actions", "/actions/weigh", "/runs", "/coordination")
 PHONE = {"width": 375, "height": 700}
 
 expect.set_options(timeout=BOUND)
@@ -160,4 +160,4 @@ def test_the_keyboard_leads_through_the_pages(fleet: Fleet, browser: Browser) ->
         page.keyboard.press("Enter")
         expect(page).to_have_url(re.compile(rf"/dashboard/runs/{newest}$"))
         page.keyboard.press("?")
-        assert "g f, g a, g r, g l" in helped[0]
+        assert "g f, g a, g r, g o" in helped[0]

@@ -460,6 +460,8 @@ def upgrade() -> None:
         "limits",
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("used_until", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("rate_interval", sa.Float()),
+        sa.Column("rate_burst", sa.Integer()),
         sa.PrimaryKeyConstraint("name", name="limits_pkey"),
         postgresql_with={"fillfactor": "50"},
     )

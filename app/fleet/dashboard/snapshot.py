@@ -1,6 +1,5 @@
 """The state of the whole cluster for the pages: read at most once in `MAX_AGE`, however many viewers there are."""
 
-import asyncio
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -8,9 +7,8 @@ from fastapi import Request
 
 from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import Instance
-from app.fleet.coordination.locks import admin as locks
-from app.fleet.coordination.locks.admin import LockRecord
 from app.fleet.dashboard.frame.page import reading
+from app.fleet.dashboard.frame.shared import Shared
 from app.fleet.db.namespace import Statement
 from app.fleet.edge.context import Context
 from app.fleet.engine.actions import admin as actions
@@ -59,46 +57,17 @@ class Snapshot:
     actions: list[ActionRecord]
     # By action: how many of its runs could begin now, and for how many seconds the oldest is due.
     runnable: dict[str, tuple[int, float]]
-    locks: list[LockRecord]
 
 
-class Snapshots:
+class Snapshots(Shared[Snapshot]):
     def __init__(self, context: Context) -> None:
-        self.reads = 0
+        super().__init__()
         self._context = context
-        self._lock = asyncio.Lock()
-        # The last snapshot, or why there is none, and when it was read. Viewers share a failure too: otherwise each of
-        # them would wait for a database that does not answer, one after the other.
-        self._last: Snapshot | Exception | None = None
-        self._read_at = 0.0
-        self._changes = 0
 
     async def latest(self) -> Snapshot:
-        async with self._lock:
-            loop = asyncio.get_running_loop()
-            if self._last is None or loop.time() - self._read_at >= MAX_AGE:
-                changes = self._changes
-                try:
-                    async with asyncio.timeout(TIMEOUT):
-                        found: Snapshot | Exception = await self._read()
-                except Exception as error:  # noqa: BLE001 — raised below, and for the other viewers
-                    found = error
-                # A change that was made during the read may not be in it.
-                self._last = found if changes == self._changes else None
-                self._read_at = loop.time()
-            else:
-                found = self._last
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def forget(self) -> None:
-        """Something was changed here: the next page must show it."""
-        self._changes += 1
-        self._last = None
+        return await self.get(MAX_AGE, TIMEOUT)
 
     async def _read(self) -> Snapshot:
-        self.reads += 1
         context, namespace = self._context, self._context.database.namespace
         instances = await context.member.instances()
         anomalies = await context.coordination.anomalies.find(instances)
@@ -113,7 +82,6 @@ class Snapshots:
                 history=[Change(*row) for row in history],
                 actions=await actions.find_all(connection, namespace, context.engine.catalogue),
                 runnable={name: (runs, seconds) for name, runs, seconds in runnable},
-                locks=await locks.list_locks(connection, namespace),
             )
 
 

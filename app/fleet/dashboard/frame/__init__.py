@@ -3,5 +3,6 @@
 session.py     the viewer: sign-in with an API key, and the cookie of the session
 forms.py       the fields of a form, and its token
 page.py        a page: its template, its headers, and what it shows instead if something goes wrong
+shared.py      an answer of the database that all viewers share
 wording.py     how times, durations and schedules are written
 """

@@ -90,8 +90,8 @@ document.addEventListener("submit", (event) => {
 
 // -- the keyboard -------------------------------------------------------------------------------------------------------
 
-const PLACES = { f: "", a: "/actions", r: "/runs", l: "/locks" };
-const KEYS = "g f, g a, g r, g l: fleet, actions, runs, locks\nj, k: the next and the previous row\n/: the first filter\np: pause the updates\n?: this help";
+const PLACES = { f: "", a: "/actions", r: "/runs", o: "/coordination" };
+const KEYS = "g f, g a, g r, g o: fleet, actions, runs, coordination\nj, k: the next and the previous row\n/: the first filter\np: pause the updates\n?: this help";
 let first = "";
 
 document.addEventListener("keydown", (event) => {
