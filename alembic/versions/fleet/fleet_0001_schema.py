@@ -255,6 +255,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True)),
         sa.Column("deadline_at", sa.DateTime(timezone=True)),
+        sa.Column("triggered_by", sa.BigInteger()),
         sa.Column("request_id", sa.Text()),
         sa.Column("trace_parent", sa.Text()),
         sa.CheckConstraint(
@@ -269,6 +270,9 @@ def upgrade() -> None:
             "autovacuum_vacuum_cost_delay": "0",
             "autovacuum_analyze_scale_factor": "0.5",
         },
+    )
+    op.create_index(
+        "runs_triggered_by", "runs", ["triggered_by", "id"], postgresql_where=sa.text("triggered_by IS NOT NULL")
     )
     # In this order: of two indexes that cost the same, the planner takes the newer one (`runs_ordered_running`).
     op.create_index(
@@ -328,11 +332,18 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True)),
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("triggered_by", sa.BigInteger()),
         sa.Column("request_id", sa.Text()),
         sa.Column("trace_parent", sa.Text()),
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
         sa.CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="finished_runs_state_check"),
         sa.PrimaryKeyConstraint("id", name="finished_runs_pkey"),
+    )
+    op.create_index(
+        "finished_runs_triggered_by",
+        "finished_runs",
+        ["triggered_by", "id"],
+        postgresql_where=sa.text("triggered_by IS NOT NULL"),
     )
     op.create_index("finished_runs_expiry", "finished_runs", ["expires_at"])
     op.create_index(

@@ -15,10 +15,13 @@ from app.fleet.dashboard.timeline import timeline
 from app.fleet.edge.context import InContext
 from app.fleet.runs import cancel, retry
 from app.fleet.runs.effects.events import read_pages
-from app.fleet.runs.read import records
+from app.fleet.runs.read import pages, records, relations
 from app.fleet.stream.relay import CHANGED
 
 router = new_router()
+
+# How many of the runs that it has triggered a page shows.
+TRIGGERED_RUNS = 20
 
 RunId = Annotated[int, Path(alias="id", ge=0, le=MAX_ID)]
 
@@ -29,6 +32,8 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
     async with reading(context) as connection:
         run = await records.find(connection, namespace, run_id)
         found = await read_pages(connection, namespace, {run_id: 0})
+        triggered = await relations.find_triggered(connection, namespace, run_id, limit=TRIGGERED_RUNS)
+        triggerers = await pages.find_listed(connection, namespace, [run.triggered_by]) if run.triggered_by else []
     seen = await snapshot.latest(request)
     read = found.get(run_id)
     events = read.events if read is not None else []
@@ -44,6 +49,10 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
         events=[each for each in events if each.kind != "state"],
         left_out=left_out,
         timeline=timeline(run, events, seen.now, is_whole=left_out == 0),
+        triggered=triggered,
+        # None if it has been deleted since.
+        triggerer=next(iter(triggerers), None),
+        trace_url=context.settings.address_of_trace(run.trace_id),
         # A payload may have personal data: those who only look do not see it.
         shows_payload=who.may("operate"),
         pretty=pretty,
