@@ -144,6 +144,7 @@ class Subject:
             "payloads": [None],
             "trigger": "code",
             "mark": None,
+            "triggered_by": None,
             "request_id": None,
             "trace_parent": None,
         }

@@ -132,6 +132,7 @@ def burn_down(postgres: Postgres, address: str, instance: InstanceProcess, runs:
             "payloads": [None] * AT_ONCE,
             "trigger": "code",
             "mark": None,
+            "triggered_by": None,
             "request_id": None,
             "trace_parent": None,
         }

@@ -14,10 +14,12 @@ the shutdown, which waits while the listener is still open and only then passes 
                                          6 pool        the last step: until here, everything can still write
 
 A second signal skips the wait; a third goes to uvicorn alone. A step that exceeds its limit is cancelled and logged,
-and the next step begins. The duration of every step is logged and stored in the instance's row. A watchdog thread ends
-the process before the platform would, so that the log has the reason. The watchdog stays active after the last step:
-a thread that never ends would keep the process alive, and a process with PID 1 ignores the signal that uvicorn sends
-to itself at its end.
+and the next step begins. The duration of every step is logged and stored in the instance's row: the link writes the
+steps so far when one begins and with each heartbeat, and no step waits for that.
+
+A watchdog thread ends the process before the platform would, so that the log has the reason. The watchdog stays active
+after the last step: a thread that never ends would keep the process alive, and a process with PID 1 ignores the signal
+that uvicorn sends to itself at its end.
 
 No invariant depends on the shutdown: after SIGKILL at any instruction, the leader cleans up what is left.
 """
@@ -184,6 +186,7 @@ class Shutdown:
         self._server_done = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._finished = False
+        self._step_began = 0.0
         self.record: list[dict[str, Any]] = []
         # The settings reserve `STEPS_RESERVE` for the sum of the fixed limits and of the final record's.
         self.steps = [
@@ -217,7 +220,7 @@ class Shutdown:
         watchdog.start()
         began = time.monotonic()
         member = self._services.member
-        member.keep_record(self.record)
+        member.keep_record(self.recorded)
         for step in self.steps:
             await self._run_step(step)
         with suppress(TimeoutError):
@@ -231,9 +234,10 @@ class Shutdown:
 
     async def _run_step(self, step: Step) -> None:
         """Run a step within its limit, and record its duration and outcome."""
-        began = time.monotonic()
+        began = self._step_began = time.monotonic()
         entry = {"step": step.name, "ms": 0.0, "outcome": "running"}
         self.record.append(entry)
+        self._services.member.hasten_heartbeat()
         task = asyncio.ensure_future(step.work())
         done, _ = await asyncio.wait({task}, timeout=step.limit)
         seconds = time.monotonic() - began
@@ -252,6 +256,11 @@ class Shutdown:
             log.info("shutdown.step", **entry)
         else:
             log.error("shutdown.step", error=error, limit=step.limit, **entry)
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """Return the steps so far; the duration of the running one is the time until now. Any thread may call this."""
+        so_far = {"ms": round((time.monotonic() - self._step_began) * 1000, 1)}
+        return [each | (so_far if each["outcome"] == "running" else {}) for each in list(self.record)]
 
     async def _raise_flag(self) -> None:
         self._context.lifecycle.drain("this instance is shutting down")

@@ -30,6 +30,9 @@ from app.fleet.telemetry import redaction
 PREFIX = "FLOTILLA_"
 NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 VERSION = re.compile(r"[!-~]{1,100}")
+WEB_ADDRESS = re.compile(r"https?://[!-~]{1,2000}")
+# What `trace_url` has instead of the id of a trace.
+TRACE_ID = "{trace_id}"
 PASSWORD = re.compile(r"\bpassword\s*=\s*(?:'((?:[^'\\]|\\.)*)'|(\S+))")
 # Seconds that all steps of the shutdown other than drain and pause may take together.
 STEPS_RESERVE = 14.0
@@ -92,6 +95,7 @@ class FleetSettings(BaseSettings):
 
     log_format: Literal["auto", "json", "text"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    trace_url: str | None = None
 
     @classmethod
     def load(cls, **values: Any) -> Self:
@@ -131,6 +135,10 @@ class FleetSettings(BaseSettings):
     def migrates_on_start(self) -> bool:
         return not self.production if self.migrate_on_start is None else self.migrate_on_start
 
+    def address_of_trace(self, trace_id: str | None) -> str | None:
+        """Return the address at which a browser finds this trace; None if there is none."""
+        return self.trace_url.replace(TRACE_ID, trace_id) if self.trace_url and trace_id else None
+
     @property
     def logs_as_json(self) -> bool:
         return self.log_format == "json" or (self.log_format == "auto" and self.production)
@@ -164,6 +172,16 @@ class FleetSettings(BaseSettings):
     def _check_version(cls, value: str | None) -> str | None:
         if value is not None and not VERSION.fullmatch(value):
             raise ValueError("use 1 to 100 printable ASCII characters without spaces, such as '1.4.2' or 'c0ffee1'")
+        return value
+
+    @field_validator("trace_url")
+    @classmethod
+    def _check_trace_url(cls, value: str | None) -> str | None:
+        if value is not None and (not WEB_ADDRESS.fullmatch(value) or TRACE_ID not in value):
+            raise ValueError(
+                f"use an address of http or https that contains {TRACE_ID}, such as "
+                f"'https://grafana.example/trace/{TRACE_ID}'"
+            )
         return value
 
     @field_validator("api_keys", "actions", mode="before")

@@ -18,7 +18,7 @@ from tests.support.postgres import eventually
 TRIAL = "tests.support.trial_actions"
 READ, ADMIN = make_key("bob", "read"), make_key("root", "admin")
 KEYS = f"{READ[1]},{ADMIN[1]}"
-PAGES = ("", "/actions", "/actions/weigh", "/runs", "/errors", "/locks")
+PAGES = ("", "/actions", "/actions/weigh", "/runs", "/errors", "/coordination", "/charts", "/charts?span=day")
 AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text()
 PHONE = {"width": 375, "height": 700}
 
@@ -196,7 +196,7 @@ def test_a_lock_is_released_with_a_reason(fleet: Fleet, browser: Browser) -> Non
     asked: list[str] = []
     with visitor(browser, instance.url) as page:
         accept(asked, page)
-        page.goto("/dashboard/locks")
+        page.goto("/dashboard/coordination")
         expect(page.get_by_role("cell", name="trial", exact=True)).to_be_visible()
         page.get_by_label("Why trial is released").fill("its holder hangs")
         page.get_by_role("button", name="Release").click()

@@ -3,3 +3,4 @@ SELECT l.name, l.token, l.instance, l.instance_id, l.hostname, l.pid, l.holder, 
 FROM "flotilla".service_locks AS l
 WHERE l.instance_id IS NOT NULL AND (%(name)s::text IS NULL OR l.name = %(name)s)
 ORDER BY l.name
+LIMIT %(limit)s::int8

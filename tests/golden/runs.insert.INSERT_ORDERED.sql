@@ -1,8 +1,8 @@
 WITH added AS (
-    INSERT INTO "flotilla".runs (ordering_key, action_id, priority, run_at, max_attempts, payload, trigger, request_id,
-                               trace_parent)
+    INSERT INTO "flotilla".runs (ordering_key, action_id, priority, run_at, max_attempts, payload, trigger,
+                               triggered_by, request_id, trace_parent)
     SELECT ordering_key, action_id, priority, coalesce(run_at, now()), max_attempts, payload::json, %(trigger)s,
-           %(request_id)s::text, %(trace_parent)s::text
+           %(triggered_by)s::int8, %(request_id)s::text, %(trace_parent)s::text
     FROM unnest(%(ordering_keys)s::text[], %(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[],
                 %(max_attempts)s::int[], %(payloads)s::text[])
          WITH ORDINALITY AS o (ordering_key, action_id, priority, run_at, max_attempts, payload, ordinal)

@@ -15,7 +15,7 @@ WITH page AS MATERIALIZED (
            CASE WHEN short.result THEN NULL::json END AS result,
            CASE WHEN short.error THEN r.error END AS error,
            CASE WHEN short.progress THEN r.progress END AS progress,
-           r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at,
+           r.triggered_by, r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at,
            NULL::timestamptz AS finished_at,
            CASE WHEN false IN (short.payload, short.result, short.error, short.progress)
                 THEN json_strip_nulls(json_build_object(
@@ -40,7 +40,7 @@ UNION ALL
            CASE WHEN short.result THEN r.result END AS result,
            CASE WHEN short.error THEN r.error END AS error,
            CASE WHEN short.progress THEN r.progress END AS progress,
-           r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at,
+           r.triggered_by, r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at,
            r.finished_at AS finished_at,
            CASE WHEN false IN (short.payload, short.result, short.error, short.progress)
                 THEN json_strip_nulls(json_build_object(

@@ -1,7 +1,7 @@
 SELECT 
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
-r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, NULL::timestamptz AS finished_at
+r.triggered_by, r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, NULL::timestamptz AS finished_at
 
 FROM "flotilla".runs AS r
 JOIN "flotilla".actions AS a ON a.id = r.action_id
@@ -10,7 +10,7 @@ UNION ALL
 SELECT 
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, r.result, r.error, r.progress,
-r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, r.finished_at
+r.triggered_by, r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, r.finished_at
 
 FROM "flotilla".finished_runs AS r
 JOIN "flotilla".actions AS a ON a.id = r.action_id

@@ -14,12 +14,12 @@ WITH lost AS MATERIALIZED (
 INSERT INTO "flotilla".finished_runs (
     id, action_id, state, priority, run_at, token, instance, attempt, max_attempts, trigger, scheduled_for, key,
     ordering_key, payload, checkpoint, progress, result, error, events, running_seq, created_at, started_at,
-    request_id, trace_parent, finished_at, expires_at
+    triggered_by, request_id, trace_parent, finished_at, expires_at
 )
 SELECT r.id, r.action_id, r.ended_as, r.priority, r.run_at, r.token, r.instance, r.attempt, r.max_attempts, r.trigger,
        r.scheduled_for, r.key, r.ordering_key, r.payload, r.checkpoint, r.progress, r.ended_with::json, r.ended_by,
-       r.events + 1, r.running_seq, r.created_at, r.started_at, r.request_id, r.trace_parent, clock_timestamp(),
-       clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = r.action_id)
+       r.events + 1, r.running_seq, r.created_at, r.started_at, r.triggered_by, r.request_id, r.trace_parent,
+       clock_timestamp(), clock_timestamp() + (SELECT retention FROM "flotilla".actions AS a WHERE a.id = r.action_id)
 FROM removed AS r
 
 ), ended_feed_rows AS (

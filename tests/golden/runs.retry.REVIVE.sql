@@ -3,10 +3,11 @@ WITH back AS (
 ), added AS (
     INSERT INTO "flotilla".runs (
         id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, ordering_key,
-        payload, checkpoint, progress, error, events, created_at, request_id, trace_parent
+        payload, checkpoint, progress, error, events, created_at, triggered_by, request_id, trace_parent
     )
     SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
-           ordering_key, payload, checkpoint, progress, error, events + 1, created_at, request_id, trace_parent
+           ordering_key, payload, checkpoint, progress, error, events + 1, created_at, triggered_by, request_id,
+           trace_parent
     FROM back
     RETURNING *
 ), written AS (
@@ -49,7 +50,7 @@ WITH back AS (
 SELECT 
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
-r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, NULL::timestamptz AS finished_at
+r.triggered_by, r.request_id, substr(r.trace_parent, 4, 32) AS trace_id, r.created_at, r.started_at, NULL::timestamptz AS finished_at
 
 FROM added AS r
 JOIN "flotilla".actions AS a ON a.id = r.action_id, (SELECT count(*) FROM notified) AS n

@@ -11,10 +11,11 @@ WITH back AS (
 ), added AS (
     INSERT INTO "flotilla".runs (
         id, action_id, priority, run_at, token, instance, max_attempts, trigger, scheduled_for, key, ordering_key,
-        payload, checkpoint, progress, error, events, created_at, request_id, trace_parent
+        payload, checkpoint, progress, error, events, created_at, triggered_by, request_id, trace_parent
     )
     SELECT id, action_id, priority, clock_timestamp(), token, instance, max_attempts, trigger, scheduled_for, key,
-           ordering_key, payload, checkpoint, progress, error, events + 1, created_at, request_id, trace_parent
+           ordering_key, payload, checkpoint, progress, error, events + 1, created_at, triggered_by, request_id,
+           trace_parent
     FROM back
     RETURNING *
 ), written AS (

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 RUN = {
     *("id", "action", "state", "trigger", "payload", "scheduled_for", "run_at", "attempt", "max_attempts", "instance"),
-    *("ordering_key", "result", "error", "progress", "request_id", "trace_id"),
+    *("ordering_key", "result", "error", "progress", "triggered_by", "request_id", "trace_id"),
     *("created_at", "started_at", "finished_at"),
 }
 ACTION = {

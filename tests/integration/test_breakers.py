@@ -15,7 +15,7 @@ import pytest
 from app.fleet import BreakerOpen, FleetError, LimitReached, breaker
 from app.fleet.cluster.link import clock
 from app.fleet.cluster.registry import Identity
-from app.fleet.coordination import breakers
+from app.fleet.coordination import breaker_admin, breakers
 from app.fleet.coordination.breaker_statements import ENTER_AS_PROBE, PROBE_ABANDONED, PROBE_SUCCEEDED
 from app.fleet.coordination.breakers import Breaker, Breakers
 from app.fleet.db.namespace import Statement
@@ -263,6 +263,42 @@ async def test_a_successful_probe_closes_the_breaker_for_all_instances(instances
     for instance in instances:
         await soon(lambda instance=instance: instance.use(make_breaker()))  # type: ignore[misc]
     assert await instances.row("open_until, openings, probe_instance") == (None, 0, None)
+
+
+async def close_by_hand(instances: BreakerInstances) -> bool:
+    async with instances.here.database.autocommit() as connection:
+        return await breaker_admin.close(connection, instances.here.database.namespace, NAME, by="a test")
+
+
+async def test_a_breaker_that_is_closed_by_hand_is_closed_for_all_instances(
+    instances: BreakerInstances, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the notification: otherwise the instances would use the state that they have read for an hour."""
+    monkeypatch.setattr(breakers, "STATE_LIFETIME", 3600.0)
+    given = make_breaker(rest="1h")
+    await instances[0].use(given, DownError())
+    for instance in instances:
+        await soon(lambda instance=instance: is_refused(instance, given))  # type: ignore[misc]
+    assert await close_by_hand(instances)
+    for instance in instances:
+        await soon(lambda instance=instance: instance.use(given))  # type: ignore[misc]
+    assert await instances.row("open_until, openings, failed_at") == (None, 0, [])
+    assert not await close_by_hand(instances), "it is closed already"
+
+
+async def test_the_result_of_a_probe_that_runs_while_the_breaker_is_closed_by_hand_changes_nothing(
+    instances: BreakerInstances,
+) -> None:
+    await instances[0].use(make_breaker(), DownError())
+    await instances.end_rest()
+    with suppress(DownError):
+        async with instances[0].breakers.guard(make_breaker()):
+            assert await instances.row("probe_instance") == (instances[0].identity.id,)
+            assert await close_by_hand(instances)
+            closed = await instances.row("token, open_until, probe_instance, probe_until")
+            assert closed[1:] == (None, None, None)
+            raise DownError
+    assert await instances.row("token, open_until, probe_instance, probe_until") == closed
 
 
 async def test_a_failed_probe_opens_the_breaker_again_for_twice_as_long(instances: BreakerInstances) -> None:

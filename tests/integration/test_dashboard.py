@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 READ, OPERATE, ADMIN = make_key("bob", "read"), make_key("alice", "operate"), make_key("root", "admin")
 LINES = ",".join(line for _, line in (READ, OPERATE, ADMIN))
-PAGES = ("", "/actions", "/actions/echo", "/runs", "/locks", "/sign-in")
+PAGES = ("", "/actions", "/actions/echo", "/runs", "/coordination", "/sign-in")
 MAX_FIRST_PAGE = 100_000
 
 
@@ -230,17 +230,19 @@ async def test_a_lock_is_released_with_a_reason_and_the_name_of_the_key(
 
     ((name,),) = await soon(held)
     await sign_in(guarded, OPERATE[0])
-    assert "Release" not in await get(guarded, "/locks")
-    refused = await post(guarded, "/actions", "/locks/release", name=name, reason="stuck")
+    assert "Release" not in await get(guarded, "/coordination")
+    refused = await post(guarded, "/actions", "/coordination/locks/release", name=name, reason="stuck")
     assert refused.status_code == 403
     assert "'admin'" in alert(refused.text)
     await sign_in(guarded, ADMIN[0])
     assert "a forced release needs a reason" in alert(
-        (await post(guarded, "/locks", "/locks/release", name=name, reason=" ")).text
+        (await post(guarded, "/coordination", "/coordination/locks/release", name=name, reason=" ")).text
     )
     caplog.clear()
     caplog.set_level(logging.INFO)
-    assert (await post(guarded, "/locks", "/locks/release", name=name, reason="stuck")).status_code == 303
+    assert (
+        await post(guarded, "/coordination", "/coordination/locks/release", name=name, reason="stuck")
+    ).status_code == 303
     (release,) = await guarded.sql("SELECT name, reason, released_by FROM lock_releases")
     assert release == (name, "stuck", "API key root, on the dashboard")
     (audited,) = [each for each in logged(caplog, "request.audited") if each["route"].endswith("/release")]
@@ -252,7 +254,7 @@ async def test_a_lock_is_released_with_a_reason_and_the_name_of_the_key(
 
 
 async def test_without_a_session_every_page_leads_to_the_sign_in_and_back(guarded: LocalInstance) -> None:
-    for path in ("", "/actions", "/runs?state=failed", "/runs/1", "/locks"):
+    for path in ("", "/actions", "/runs?state=failed", "/runs/1", "/coordination"):
         answer = await guarded.running.client.get(f"/dashboard{path}")
         assert answer.status_code == 303
         assert answer.headers["location"].startswith("/dashboard/sign-in?to=/dashboard")
@@ -358,10 +360,11 @@ async def test_a_worker_serves_no_dashboard() -> None:
 async def test_many_viewers_cost_one_read_of_each_part(here: LocalInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_reads, "MAX_AGE", 3600.0)
     monkeypatch.setattr(cluster_reads, "SLOW_AGE", 3600.0)
-    paths = ("", "/actions", "/runs", "/errors", "/locks")
+    paths = ("", "/actions", "/runs", "/errors", "/coordination")
     await asyncio.gather(*(get(here, path) for path in paths for _ in range(20)))
-    # The time, instances, anomalies, history and runnable runs; actions and their last hour; runs; errors; locks.
-    assert here.running.app.state.dashboard.reads == 10
+    # The time, instances, anomalies, history and runnable runs; actions and their last hour; runs; errors; coordination
+    # and `once` keys.
+    assert here.running.app.state.dashboard.reads == 11
 
 
 async def test_a_page_that_takes_the_database_too_long_says_so(

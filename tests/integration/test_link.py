@@ -5,13 +5,15 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 from uuid import uuid4
 
 import psycopg
 import pytest
 
+from app.fleet.cluster import link as link_module
 from app.fleet.cluster.leader import Leader
-from app.fleet.cluster.link import Callbacks, Link, clock
+from app.fleet.cluster.link import RETRY_INTERVAL, Callbacks, Link, clock
 from app.fleet.cluster.registry import BATCH, RELINK_GRACE, Identity, Registration, Registry, Session
 from app.fleet.db import migrations
 from app.fleet.db.direct import DirectSession, open_session
@@ -363,6 +365,33 @@ def test_the_link_holds_nothing_after_its_patience_even_if_its_thread_is_stuck(
             assert "idle-session timeout" not in postgres.log.read_text()[logged:], "the server ended the session first"
             assert not broken.is_set(), "the thread was not stuck"
             proxy.cut()
+
+
+def test_a_wake_during_an_outage_does_not_end_the_pauses_between_attempts_to_reconnect(
+    migrated_address: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draining instance is woken at each step. Without pauses, its link would take the CPU that the steps need."""
+    attempts: list[float] = []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        attempts.append(clock())
+        return open_session(*given, **more)
+
+    name = migrated_address.rpartition("/")[2]
+    with (
+        Proxy(("127.0.0.1", postgres.port)) as proxy,
+        linked(f"postgresql://postgres@127.0.0.1:{proxy.port}/{name}") as link,
+    ):
+        monkeypatch.setattr(link_module, "open_session", counted)
+        proxy.refuse()
+        proxy.cut()
+        eventually(lambda: len(attempts) > 1)
+        link.wake()
+        first = len(attempts)
+        eventually(lambda: len(attempts) > first + 5)
+        assert attempts[first + 5] - attempts[first + 1] > 3 * RETRY_INTERVAL
+        proxy.heal()
+        eventually(link.holds)
 
 
 def test_cancelling_the_wait_for_an_announcement_does_not_end_the_link(migrated_address: str) -> None:

@@ -347,6 +347,28 @@ def test_an_instance_reads_a_request_to_leave_with_its_next_heartbeat(
     assert (answer.drain_requested, answer.drain_reason) == (True, "a test")
 
 
+def test_the_steps_of_a_shutdown_under_way_never_replace_its_final_record(
+    ours: DirectSession, theirs: DirectSession
+) -> None:
+    identity = REGISTRY.join(ours, registration(), "draining")
+    flag = {"step": "flag", "ms": 1.0, "outcome": "done"}
+
+    def stored() -> object:
+        (instance,) = REGISTRY.list(theirs)
+        return instance.shutdown
+
+    for so_far in ([flag | {"outcome": "running"}], [flag], [flag, flag | {"step": "drain"}]):
+        REGISTRY.report_shutdown(ours, identity, so_far)
+        assert stored() == so_far
+    # The link did not end in time, and its last statement was slow.
+    REGISTRY.write_shutdown(theirs, identity.id, [flag] * 6)
+    REGISTRY.report_shutdown(ours, identity, [flag] * 5)
+    assert stored() == [flag] * 6
+    REGISTRY.leave(ours, identity.id, "left", [flag])
+    REGISTRY.report_shutdown(ours, identity, [flag, flag])
+    assert stored() == [flag]
+
+
 def test_only_a_former_session_that_has_the_presence_lock_is_ended(
     migrated_address: str, ours: DirectSession, theirs: DirectSession
 ) -> None:

@@ -93,6 +93,23 @@ def test_a_version_that_lists_and_metrics_could_not_show_is_refused(version: str
     assert Settings.load(version="c0ffee1").version == "c0ffee1"
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://traces.example/", "javascript:alert('{trace_id}')", "//traces.example/{trace_id}",
+        "https://traces.example/ {trace_id}", "https://", "{trace_id}",
+    ],
+)  # fmt: skip
+def test_an_address_of_traces_that_leads_nowhere_is_refused(address: str) -> None:
+    assert "FLOTILLA_TRACE_URL: use an address of http or https that contains {trace_id}" in refused(trace_url=address)
+
+
+def test_the_address_of_a_trace_has_its_id() -> None:
+    settings = Settings.load(trace_url="https://traces.example/{trace_id}/view")
+    assert settings.address_of_trace("0af7") == "https://traces.example/0af7/view"
+    assert (settings.address_of_trace(None), Settings.load().address_of_trace("0af7")) == (None, None)
+
+
 @pytest.mark.parametrize("name", ["Api", "1st", "a_b", "a" * 64, "-a", "a.b", "ä", "a b", ""])
 @pytest.mark.parametrize("field", ["namespace", "instance_name", "workspace"])
 def test_an_invalid_name_is_refused_with_an_example(field: str, name: str) -> None:

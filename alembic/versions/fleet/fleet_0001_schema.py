@@ -267,6 +267,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True)),
         sa.Column("deadline_at", sa.DateTime(timezone=True)),
+        sa.Column("triggered_by", sa.BigInteger()),
         sa.Column("request_id", sa.Text()),
         sa.Column("trace_parent", sa.Text()),
         sa.CheckConstraint(
@@ -281,6 +282,9 @@ def upgrade() -> None:
             "autovacuum_vacuum_cost_delay": "0",
             "autovacuum_analyze_scale_factor": "0.5",
         },
+    )
+    op.create_index(
+        "runs_triggered_by", "runs", ["triggered_by", "id"], postgresql_where=sa.text("triggered_by IS NOT NULL")
     )
     # In this order: of two indexes that cost the same, the planner takes the newer one (`runs_ordered_running`).
     op.create_index(
@@ -340,12 +344,19 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True)),
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("triggered_by", sa.BigInteger()),
         sa.Column("request_id", sa.Text()),
         sa.Column("trace_parent", sa.Text()),
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("alike", sa.BigInteger(), sa.Computed(ALIKE, persisted=True)),
         sa.CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="finished_runs_state_check"),
         sa.PrimaryKeyConstraint("id", name="finished_runs_pkey"),
+    )
+    op.create_index(
+        "finished_runs_triggered_by",
+        "finished_runs",
+        ["triggered_by", "id"],
+        postgresql_where=sa.text("triggered_by IS NOT NULL"),
     )
     op.create_index("finished_runs_expiry", "finished_runs", ["expires_at"])
     op.create_index(
@@ -508,6 +519,8 @@ def upgrade() -> None:
         "limits",
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("used_until", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("rate_interval", sa.Float()),
+        sa.Column("rate_burst", sa.Integer()),
         sa.PrimaryKeyConstraint("name", name="limits_pkey"),
         postgresql_with={"fillfactor": "50"},
     )

@@ -133,15 +133,20 @@ class Link:
         announced: Future[None] = Future()
         self._state = state
         self._announcements.append(announced)
-        self._wake()
+        self.wake()
         return announced
+
+    def wake(self) -> None:
+        """Send the next heartbeat at once. Any thread may call this; it does not wait."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"!")
 
     def leave(self, reason: str, shutdown: list[dict[str, Any]], timeout: float) -> bool:
         """Mark the row gone, release the presence lock, end the thread; return false if the row was not written."""
         if not self._thread.is_alive():
             return False
         self._leave_request = request = LeaveRequest(reason, shutdown)
-        self._wake()
+        self.wake()
         self._thread.join(timeout)
         return request.recorded
 
@@ -175,6 +180,8 @@ class Link:
                 if self._leave_request is not None:
                     return
                 self._wait(interval)
+                # Otherwise this wake would end each of the next waits, too: the link would retry without a pause.
+                self._clear_wakes()
                 interval = min(interval * 1.5, MAX_RETRY_INTERVAL)
 
     def _attach(self, session: DirectSession) -> None:
@@ -252,7 +259,7 @@ class Link:
         self._callbacks.on_heartbeat(session, self._identity)
 
     def _listen(self, session: DirectSession, until: float) -> None:
-        """Wait for notifications until the next heartbeat is due or `_wake` is called."""
+        """Wait for notifications until the next heartbeat is due or `wake` is called."""
         socket = session.pgconn.socket
         while (left := until - clock()) > 0:
             ready = self._wait(left, socket)
@@ -312,17 +319,13 @@ class Link:
         name = f"/{identity.name}" if identity else ""
         return self._registry.namespace.application(f"link{name}")
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"!")
-
     def _clear_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 64):
                 pass
 
     def _wait(self, seconds: float, *descriptors: int) -> set[int]:
-        """Wait until `_wake` is called or a descriptor is readable. `select` supports only descriptors below 1024."""
+        """Wait until `wake` is called or a descriptor is readable. `select` supports only descriptors below 1024."""
         poll = select.poll()
         for descriptor in (self._wake_read, *descriptors):
             poll.register(descriptor, select.POLLIN)

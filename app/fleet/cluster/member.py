@@ -82,7 +82,7 @@ class Member(Service):
         self._linked_hooks: list[Callable[[], None]] = []
         self._heartbeat_hooks: list[HeartbeatHook] = []
         self._listeners: dict[str, Callable[[str], None]] = {}
-        self._shutdown_record: list[dict[str, Any]] = []
+        self._shutdown_record: Callable[[], list[dict[str, Any]]] = list
         self._last_id: int | None = None
         self._registry = Registry(namespace, self._gone_hooks)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,6 +114,7 @@ class Member(Service):
         self.on_linked(database.compare)
         self._reported_connection: float | None = None
         self.on_heartbeat(self._report_connection)
+        self.on_heartbeat(self._report_shutdown)
         self.leader = Leader(
             addresses.direct,
             self._registry,
@@ -183,9 +184,16 @@ class Member(Service):
         """Leave the leader queue for good: a draining instance is no candidate."""
         self.leader.step_down()
 
-    def keep_record(self, record: list[dict[str, Any]]) -> None:
-        """Write this list to the instance's row when it leaves."""
+    def keep_record(self, record: Callable[[], list[dict[str, Any]]]) -> None:
+        """Write what `record` returns to the instance's row: with each heartbeat, and when it leaves.
+
+        The link's thread calls it.
+        """
         self._shutdown_record = record
+
+    def hasten_heartbeat(self) -> None:
+        """Have the next heartbeat sent at once. This waits for nothing, whether the database answers or not."""
+        self.link.wake()
 
     async def write_final_record(self) -> None:
         """Write the record again on a new session, after everything else is closed."""
@@ -207,7 +215,7 @@ class Member(Service):
     async def _stop(self) -> None:
         self.leader.step_down()
         await asyncio.to_thread(self.leader.join, 1.0)
-        recorded = await asyncio.to_thread(self.link.leave, "left", self._shutdown_record, LEAVE_TIMEOUT)
+        recorded = await asyncio.to_thread(self.link.leave, "left", self._shutdown_record(), LEAVE_TIMEOUT)
         if self._last_id is not None:
             log.info("instance.left", recorded=recorded)
 
@@ -253,11 +261,16 @@ class Member(Service):
             self._registry.report_connection(session, me, seconds)
         self._reported_connection = seconds
 
+    def _report_shutdown(self, session: Session, me: Identity) -> None:
+        """Write the steps of a shutdown that is under way. `leave` writes them too, so this ends with its begin."""
+        if self.running and (steps := self._shutdown_record()):
+            self._registry.report_shutdown(session, me, steps)
+
     def _write_final_record(self, identifier: int) -> None:
         try:
             application = self._registry.namespace.application("record")
             with open_session(self._addresses.direct, application=application) as session:
-                self._registry.write_shutdown(session, identifier, self._shutdown_record)
+                self._registry.write_shutdown(session, identifier, self._shutdown_record())
         except (psycopg.Error, FleetError) as error:
             # The log has every step; the row lacks only the last one.
             log.info("shutdown.record_unwritten", reason=redact(str(error)))

@@ -193,6 +193,11 @@ class Registry:
         values = {"id": me.id, "run_id": me.run_id, "seconds": seconds}
         session.execute(self._sql(statements.REPORT_CONNECTION), values)
 
+    def report_shutdown(self, session: Session, me: Identity, shutdown: list[dict[str, Any]]) -> None:
+        """Write the steps of this instance's shutdown so far."""
+        values = {"id": me.id, "run_id": me.run_id, "shutdown": Jsonb(shutdown)}
+        session.execute(self._sql(statements.REPORT_SHUTDOWN), values)
+
     def leave(self, session: Session, identifier: int, reason: str, shutdown: list[dict[str, Any]]) -> None:
         """Declare this instance gone, unless another instance already did. The hooks are called here once."""
         values = {"id": identifier, "reason": reason, "shutdown": Jsonb(shutdown)}

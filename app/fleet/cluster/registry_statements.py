@@ -50,6 +50,15 @@ SET connection_out_seconds = %(seconds)s
 WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
 """)
 
+# The steps of a shutdown that is under way. It never replaces the final record, which has more steps: not even if this
+# statement waits for so long that the shutdown has ended without the link.
+REPORT_SHUTDOWN = Statement("""
+UPDATE {schema}.instances
+SET shutdown = %(shutdown)s
+WHERE id = %(id)s AND run_id = %(run_id)s AND state <> 'gone'
+  AND jsonb_array_length(coalesce(shutdown, '[]')) <= jsonb_array_length(%(shutdown)s)
+""")
+
 LEAVE = Statement("""
 UPDATE {schema}.instances
 SET state = 'gone', gone_at = clock_timestamp(), gone_reason = %(reason)s, running = 0, shutdown = %(shutdown)s

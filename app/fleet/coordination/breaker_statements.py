@@ -6,10 +6,12 @@
     PROBE_SUCCEEDED      the token is still this probe's                 closes
     PROBE_FAILED         the token is still this probe's                 opens again, for twice as long
     PROBE_ABANDONED      the token is still this probe's                 stays open, without a probe
+    CLOSE_BY_HAND        it is open                                      closes (`breaker_admin.py`)
 
-The token only grows; together with `probe_instance` it identifies the probe whose result still counts. Except for
-ENTER_AS_PROBE, the statements return the new state: for how many seconds the breaker stays open (NULL if it is closed),
-and for how many seconds its last failure counts. A transition that other instances need at once notifies them.
+The token only grows; together with `probe_instance` it identifies the probe whose result still counts. So the result of
+a probe that runs while the breaker is closed by hand changes nothing. Except for ENTER_AS_PROBE and CLOSE_BY_HAND, the
+statements return the new state: for how many seconds the breaker stays open (NULL if it is closed), and for how many
+seconds its last failure counts. A transition that other instances need at once notifies them.
 """
 
 from app.fleet.db.namespace import Statement
@@ -102,4 +104,15 @@ WITH updated AS (
     RETURNING b.name, {STATE}
 )
 SELECT open_seconds, failure_seconds, {NOTIFY} FROM updated
+""")
+
+CLOSE_BY_HAND = Statement(f"""
+WITH updated AS (
+    UPDATE {{schema}}.breakers AS b
+    SET open_until = NULL, openings = 0, failed_at = '{{}}', token = b.token + 1, probe_instance = NULL,
+        probe_until = NULL
+    WHERE b.name = %(name)s AND b.open_until IS NOT NULL
+    RETURNING b.name, b.token
+)
+SELECT token, {NOTIFY} FROM updated
 """)

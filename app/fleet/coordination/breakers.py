@@ -23,6 +23,7 @@ Guarantees:
     the probe's instance dies                   the next block may be the probe when that instance is declared gone
     the probe takes longer than                 the next block may be the probe; the result of the late one is ignored
     `probe_timeout`
+    an operator closes the breaker              all blocks may enter; the result of a probe that runs is ignored
     a block that entered earlier fails while    the failure is not counted
     the breaker is open
     the database is away                        the last state that this instance has read applies; without one, blocks

@@ -51,8 +51,8 @@ WITH existing AS MATERIALIZED (
     WHERE name = %(name)s
     FOR UPDATE
 ), inserted AS (
-    INSERT INTO {schema}.limits (name, used_until)
-    SELECT %(name)s, clock_timestamp()
+    INSERT INTO {schema}.limits (name, used_until, rate_interval, rate_burst)
+    SELECT %(name)s, clock_timestamp(), %(interval)s, %(burst)s
     WHERE NOT EXISTS (SELECT FROM existing)
     ON CONFLICT (name) DO NOTHING
 ), read AS MATERIALIZED (
@@ -72,7 +72,8 @@ WITH existing AS MATERIALIZED (
     FROM free
 ), updated AS (
     UPDATE {schema}.limits AS l
-    SET used_until = u.since + make_interval(secs => u.permits * %(interval)s::float8)
+    SET used_until = u.since + make_interval(secs => u.permits * %(interval)s::float8),
+        rate_interval = %(interval)s, rate_burst = %(burst)s
     FROM lease AS u
     WHERE l.name = u.name AND u.permits > 0
 )
@@ -264,6 +265,7 @@ class PermitQueue:
         return {
             "name": limit.name,
             "interval": limit.interval,
+            "burst": limit.burst,
             # How far `used_until` may be ahead of the clock.
             "burst_seconds": (limit.burst - 1) * limit.interval,
             "waiters": waiters,

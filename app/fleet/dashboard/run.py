@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Path, Query, Request, Response
@@ -22,8 +23,10 @@ from app.fleet.engine.execute.writer import MAX_EVENTS
 from app.fleet.runs import cancel, retry
 from app.fleet.runs.attempt_writes import MAX_TRACEBACKS
 from app.fleet.runs.effects.events import EventPage, StoredEvent, read_pages
-from app.fleet.runs.read import records
+from app.fleet.runs.read import pages, records, relations
+from app.fleet.runs.read.pages import ListedRun
 from app.fleet.runs.read.records import RunRecord
+from app.fleet.runs.read.relations import TriggeredRuns
 from app.fleet.runs.read.tracebacks import StoredTraceback, find_tracebacks
 from app.fleet.stream.channel import Follower
 from app.fleet.stream.relay import CHANGED
@@ -38,7 +41,21 @@ NEW_EVENTS = b"data: new\n\n"
 
 router = new_router()
 
+# How many of the runs that it has triggered a page shows.
+TRIGGERED_RUNS = 20
+
 RunId = Annotated[int, Path(alias="id", ge=0, le=MAX_ID)]
+
+
+@dataclass(frozen=True)
+class RunReads:
+    """What the page shows. `triggerer` is empty if no run triggered it, or that run was deleted."""
+
+    run: RunRecord
+    events: EventPage | None
+    tracebacks: list[StoredTraceback]
+    triggered: TriggeredRuns
+    triggerer: list[ListedRun]
 
 
 @router.get("/runs/{id}")
@@ -46,16 +63,25 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
     # A payload may have personal data, and a traceback shows code: those who only look see neither.
     shows_all = who.may("operate")
 
-    async def read_run() -> tuple[RunRecord, EventPage | None, list[StoredTraceback]]:
+    async def read_all() -> RunReads:
         namespace = context.database.namespace
         async with reading(context) as connection:
             run = await records.find(connection, namespace, run_id)
-            found = await read_pages(connection, namespace, {run_id: 0})
-            tracebacks = await find_tracebacks(connection, namespace, run_id, limit=MAX_TRACEBACKS) if shows_all else []
-            return run, found.get(run_id), tracebacks
+            return RunReads(
+                run=run,
+                events=(await read_pages(connection, namespace, {run_id: 0})).get(run_id),
+                tracebacks=await find_tracebacks(connection, namespace, run_id, limit=MAX_TRACEBACKS)
+                if shows_all
+                else [],
+                triggered=await relations.find_triggered(connection, namespace, run_id, limit=TRIGGERED_RUNS),
+                triggerer=await pages.find_listed(connection, namespace, [run.triggered_by])
+                if run.triggered_by
+                else [],
+            )
 
-    run, read, tracebacks = await shared(request, ("run", run_id, shows_all), read_run, statements=3, max_age=RUN_AGE)
+    seen = await shared(request, ("run", run_id, shows_all), read_all, statements=5, max_age=RUN_AGE)
     now = await cluster_reads.now(request)
+    run, read = seen.run, seen.events
     events = read.events if read is not None else []
     left_out = read.total - len(events) if read is not None else 0
     return show(
@@ -70,9 +96,13 @@ async def run_page(run_id: RunId, request: Request, context: InContext, who: InV
         left_out=left_out,
         timeline=timeline(run, events, now, is_whole=left_out == 0),
         shows_all=shows_all,
-        tracebacks=tracebacks,
+        tracebacks=seen.tracebacks,
+        triggered=seen.triggered,
+        # None if it has been deleted since.
+        triggerer=next(iter(seen.triggerer), None),
+        trace_url=context.settings.address_of_trace(run.trace_id),
         pretty=pretty,
-        seen=None if read is None or read.ended else read.total,
+        follow_after=None if read is None or read.ended else read.total,
     )
 
 

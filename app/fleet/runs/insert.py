@@ -27,10 +27,10 @@ def insert_sql(columns: str = "", arrays: str = "") -> str:
     """Return the statement that inserts runs; `columns` and `arrays` are those in addition to the usual ones."""
     return f"""
 WITH added AS (
-    INSERT INTO {{schema}}.runs ({columns}action_id, priority, run_at, max_attempts, payload, trigger, request_id,
-                               trace_parent)
+    INSERT INTO {{schema}}.runs ({columns}action_id, priority, run_at, max_attempts, payload, trigger,
+                               triggered_by, request_id, trace_parent)
     SELECT {columns}action_id, priority, coalesce(run_at, now()), max_attempts, payload::json, %(trigger)s,
-           %(request_id)s::text, %(trace_parent)s::text
+           %(triggered_by)s::int8, %(request_id)s::text, %(trace_parent)s::text
     FROM unnest({arrays}%(actions)s::int[], %(priorities)s::int[], %(run_ats)s::timestamptz[],
                 %(max_attempts)s::int[], %(payloads)s::text[])
          WITH ORDINALITY AS o ({columns}action_id, priority, run_at, max_attempts, payload, ordinal)

@@ -16,6 +16,7 @@ from psycopg.rows import class_row
 
 from app.fleet.cluster.registry import Session
 from app.fleet.coordination.locks import statements
+from app.fleet.coordination.locks.held import RESERVED
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.errors import LockInvalid, LockTaken, LockUnknown
@@ -33,6 +34,7 @@ SELECT l.name, l.token, l.instance, l.instance_id, l.hostname, l.pid, l.holder, 
 FROM {schema}.service_locks AS l
 WHERE l.instance_id IS NOT NULL AND (%(name)s::text IS NULL OR l.name = %(name)s)
 ORDER BY l.name
+LIMIT %(limit)s::int8
 """)
 
 SET_TIMEOUT = Statement("SELECT set_config('lock_timeout', %(patience)s, true)")
@@ -84,11 +86,18 @@ class LockRecord:
     expires_at: datetime
     waiting: int
 
+    @property
+    def singleton(self) -> str | None:
+        """The name of the singleton whose lock it is."""
+        return self.name.removeprefix(RESERVED) if self.name.startswith(RESERVED) else None
 
-async def list_locks(connection: Connection, namespace: Namespace, name: str | None = None) -> list[LockRecord]:
-    """Return the locks that are held; with `name`, at most the lock of this name."""
+
+async def list_locks(
+    connection: Connection, namespace: Namespace, name: str | None = None, *, limit: int | None = None
+) -> list[LockRecord]:
+    """Return the locks that are held, at most `limit`; with `name`, at most the lock of this name."""
     async with connection.cursor(row_factory=class_row(LockRecord)) as cursor:
-        await cursor.execute(namespace.sql(LIST), {"name": name})
+        await cursor.execute(namespace.sql(LIST), {"name": name, "limit": limit})
         return await cursor.fetchall()
 
 

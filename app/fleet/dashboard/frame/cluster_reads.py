@@ -8,8 +8,6 @@ from fastapi import Request
 
 from app.fleet.cluster.anomalies import Anomaly
 from app.fleet.cluster.registry import Instance
-from app.fleet.coordination.locks import admin as locks
-from app.fleet.coordination.locks.admin import LockRecord
 from app.fleet.dashboard.frame.page import reading
 from app.fleet.dashboard.frame.shared_reads import context_of, shared
 from app.fleet.db.namespace import Statement
@@ -127,12 +125,3 @@ async def action_id(request: Request, name: str) -> int:
 
     # It never changes.
     return await shared(request, ("action id", name), read, max_age=3600.0)
-
-
-async def held_locks(request: Request) -> list[LockRecord]:
-    async def read() -> list[LockRecord]:
-        context = context_of(request)
-        async with reading(context) as connection:
-            return await locks.list_locks(connection, context.database.namespace)
-
-    return await shared(request, "locks", read)

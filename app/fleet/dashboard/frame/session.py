@@ -7,7 +7,8 @@
               design, makes no session. The cookie is HttpOnly and SameSite=Lax, and in production Secure.
     form      Each form has a token (`forms.py`).
 
-The scope of the key is checked at each write: `read` looks, `operate` changes runs and actions, `admin` releases locks.
+The scope of the key is checked at each write: `read` looks, `operate` changes runs and actions and closes breakers,
+`admin` releases locks.
 Without API keys, which only development allows, every viewer may do everything, as every client of the API may.
 """
 

@@ -60,7 +60,7 @@ instances = Table(
     Column("drain_reason", Text),
     Column("gone_at", DateTime(timezone=True)),
     Column("gone_reason", Text),
-    # The steps of the ordered shutdown: [{"step", "ms", "outcome"}].
+    # The steps of the ordered shutdown, also while it happens: [{"step", "ms", "outcome"}].
     Column("shutdown", JSONB),
     CheckConstraint("state IN ('starting', 'ready', 'draining', 'gone')", name="state"),
     CheckConstraint("role IN ('all', 'web', 'worker')", name="role"),

@@ -1,6 +1,6 @@
 """Tables of `app/fleet/coordination`: locks, limits and breakers."""
 
-from sqlalchemy import BigInteger, Column, DateTime, Identity, Index, Integer, Interval, Table, Text, text
+from sqlalchemy import BigInteger, Column, DateTime, Float, Identity, Index, Integer, Interval, Table, Text, text
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from app.fleet.db.schema import metadata
@@ -83,6 +83,9 @@ limits = Table(
     Column("name", Text, primary_key=True),
     # Each permit moves it forward. If it is in the past, permits are available.
     Column("used_until", DateTime(timezone=True), nullable=False),
+    # The rate of the last permit, for operators: one every `rate_interval` seconds, at most `rate_burst` at once.
+    Column("rate_interval", Float),
+    Column("rate_burst", Integer),
     postgresql_with={"fillfactor": "50"},
 )
 
@@ -91,7 +94,7 @@ breakers = Table(
     "breakers",
     metadata,
     Column("name", Text, primary_key=True),
-    # Incremented by each opening and each probe. A report with an older token changes nothing.
+    # Incremented by each opening, each probe and each closing by hand. A report with an older token changes nothing.
     Column("token", BigInteger, nullable=False, server_default=text("0")),
     # The failures that count while the breaker is closed.
     Column("failed_at", ARRAY(DateTime(timezone=True)), nullable=False, server_default=text("'{}'")),

@@ -97,6 +97,8 @@ runs = Table(
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
     Column("started_at", DateTime(timezone=True)),
     Column("deadline_at", DateTime(timezone=True)),
+    # The run in whose attempt it was triggered. That run may have been deleted since.
+    Column("triggered_by", BigInteger),
     # The request that triggered the run, directly or through other runs. Null for a scheduled run.
     Column("request_id", Text),
     # The span in which the run was triggered, as in a `traceparent` header; null without tracing.
@@ -122,6 +124,8 @@ runs = Table(
     # The newest pending runs of an action. A claim adds no entry.
     Index("runs_pending_newest", "action_id", "id", postgresql_where=text("state = 'pending'")),
     Index("runs_running", "action_id", "instance_id", postgresql_where=text("state = 'running'")),
+    # The runs that a run has triggered, newest first.
+    Index("runs_triggered_by", "triggered_by", "id", postgresql_where=text("triggered_by IS NOT NULL")),
     # A scan goes from one ordering key to the next, and within a key from its first run on, in whatever state.
     Index("runs_ordered", "action_id", "ordering_key", "id", postgresql_where=text("ordering_key IS NOT NULL")),
     # At most one running run per ordering key.
@@ -178,6 +182,7 @@ finished_runs = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("started_at", DateTime(timezone=True)),
     Column("finished_at", DateTime(timezone=True), nullable=False),
+    Column("triggered_by", BigInteger),
     Column("request_id", Text),
     Column("trace_parent", Text),
     # After this instant the pruner deletes the run, its events, its tracebacks and its key.
@@ -188,6 +193,7 @@ finished_runs = Table(
     CheckConstraint("state IN ('succeeded', 'failed', 'cancelled')", name="state"),
     Index("finished_runs_action_state", "action_id", "state", "id"),
     Index("finished_runs_expiry", "expires_at"),
+    Index("finished_runs_triggered_by", "triggered_by", "id", postgresql_where=text("triggered_by IS NOT NULL")),
     # The runs an operator looks for among millions of succeeded ones.
     Index("finished_runs_alike", "action_id", "alike", "id", postgresql_where=text("alike IS NOT NULL")),
     Index("finished_runs_unwell", "state", "id", postgresql_where=text("state <> 'succeeded'")),

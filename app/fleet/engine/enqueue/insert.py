@@ -133,6 +133,7 @@ def columns(orders: Sequence[Prepared], origin: Origin) -> dict[str, Any]:
         "max_attempts": array(each.action.max_attempts for each in orders),
         "payloads": [each.payload for each in orders],
         "trigger": origin.trigger,
+        "triggered_by": origin.triggered_by,
         "request_id": origin.request_id,
         "trace_parent": origin.trace_parent,
     }

@@ -33,11 +33,13 @@ class Order:
 
 
 class Origin(NamedTuple):
-    """What triggers runs: the code of the service, or a client (`api`), in which request and in which span."""
+    """What triggers runs: the code of the service, or a client (`api`), in which run, request and span."""
 
     trigger: Trigger
     request_id: str | None = None
     trace_parent: str | None = None
+    # The run in whose attempt the code triggers them.
+    triggered_by: int | None = None
 
 
 class Prepared(NamedTuple):
@@ -75,6 +77,7 @@ class Prepared(NamedTuple):
             result=None,
             error=None,
             progress=None,
+            triggered_by=origin.triggered_by,
             request_id=origin.request_id,
             trace_id=trace_id_of(origin.trace_parent),
             created_at=created_at,

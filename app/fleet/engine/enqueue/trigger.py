@@ -29,7 +29,7 @@ from app.fleet.engine.enqueue.orders import Order, Origin, prepare
 from app.fleet.runs.read.records import Trigger
 from app.fleet.stream.hub import Hub
 from app.fleet.telemetry import tracing
-from app.fleet.telemetry.logs import first_request
+from app.fleet.telemetry.logs import current_run, first_request
 
 
 class Triggers:
@@ -51,7 +51,8 @@ class Triggers:
         if not prepared:
             return []
         with tracing.creating([order.action for order in orders]) as trace_parent:
-            origin = Origin(by, first_request(), trace_parent)
+            run = current_run.get()
+            origin = Origin(by, first_request(), trace_parent, None if run is None else run.run_id)
             if session is not None:
                 return await insert(session, self.database.namespace, prepared, origin, mark)
             is_one_statement = all(each.is_one_statement for each in prepared)

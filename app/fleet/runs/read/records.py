@@ -39,6 +39,8 @@ class RunRecord:
     result: Any
     error: str | None
     progress: Any
+    # The run in whose attempt it was triggered.
+    triggered_by: int | None
     # The HTTP request that triggered it, directly or through other runs, and the trace of that request.
     request_id: str | None
     trace_id: str | None
@@ -53,7 +55,7 @@ class RunRecord:
 
 
 # The trace's id is the second field of `trace_parent`, which has the form of the header `traceparent`.
-ORIGIN = "r.request_id, substr(r.trace_parent, 4, 32) AS trace_id"
+ORIGIN = "r.triggered_by, r.request_id, substr(r.trace_parent, 4, 32) AS trace_id"
 ACTIVE_COLUMNS = f"""
 r.id, a.name AS action, r.state, r.trigger, coalesce(r.payload, '{{}}'::json) AS payload, r.scheduled_for, r.run_at,
 r.ordering_key, r.attempt, r.max_attempts, r.instance, NULL::json AS result, r.error, r.progress,
