@@ -129,6 +129,14 @@ async def test_the_fleet_shows_instances_anomalies_and_the_last_hour(here: Local
     html = await get(here, "")
     assert "docs/runbook/leader_flapping.md" in html
     assert ">flotilla-1<" in html
+    run_id = await here.trigger("nap", {"seconds": 3600})
+    await here.attempt(run_id)
+    working = '1 of 100: <a href="/dashboard/actions/nap">nap</a>'
+
+    async def works() -> bool:
+        return working in await get(here, "")
+
+    await soon(works)
     assert "became the leader" in html
     assert "joined" in html
 

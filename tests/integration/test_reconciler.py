@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from app.fleet.db.pool.statements import array
-from app.fleet.engine.dispatch.server_clock import ServerClock
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.maintenance import reconciler
 from app.fleet.engine.maintenance.reconciler import READ_ALL, TURN, Reconciler

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psycopg
 import pytest
 
-from app.fleet.engine.dispatch.server_clock import ServerClock
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.engine import Engine
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.figures import run_minutes

@@ -13,13 +13,13 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db import dsn, migrations
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool.pool import Database
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import synchronise
 from app.fleet.engine.dispatch.backlog import Backlog
 from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.dispatch.scheduler import Scheduler
-from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.lifecycle import Lifecycle

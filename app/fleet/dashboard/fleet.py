@@ -11,6 +11,7 @@ from app.fleet.dashboard.frame.cluster_reads import Change
 from app.fleet.dashboard.frame.page import new_router, show
 from app.fleet.dashboard.frame.session import InViewer
 from app.fleet.edge.context import InContext
+from app.fleet.engine.actions.admin import ActionRecord
 
 HOUR = timedelta(hours=1)
 # The width of the time line, in its own units.
@@ -43,12 +44,22 @@ async def fleet_page(request: Request, context: InContext, who: InViewer) -> Res
         now=now,
         instances=[each for each in instances if each.live],
         gone=[each for each in instances if not each.live],
+        working_on=working_on(await cluster_reads.all_actions(request)),
         anomalies=await cluster_reads.anomalies(request),
         history=history,
         marks=marks(history, now),
         waiting=sum(runs for runs, _ in runnable),
         oldest=max((seconds for _, seconds in runnable), default=0.0),
     )
+
+
+def working_on(actions: Sequence[ActionRecord]) -> dict[str, list[str]]:
+    """Return the names of the actions that each instance executes now."""
+    found: dict[str, list[str]] = {}
+    for action in actions:
+        for instance in action.running_on:
+            found.setdefault(instance, []).append(action.name)
+    return found
 
 
 def marks(history: Sequence[Change], now: datetime) -> list[Mark]:

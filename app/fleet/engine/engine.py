@@ -22,6 +22,7 @@ from app.fleet.coordination import coordination
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Database
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.actions import creator
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce, synchronise
@@ -29,7 +30,6 @@ from app.fleet.engine.dispatch.backlog import OTHERS_DELAY, Backlog, Waiting
 from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.dispatch.dispatcher import Dispatcher
 from app.fleet.engine.dispatch.scheduler import BACK_UP, WEB_BACK_UP, Scheduler
-from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.enqueue.trigger import Triggers
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor

@@ -5,7 +5,6 @@
     backlog.py         which queues may have runs to claim, in which order
     claimant.py        how many runs a claim takes from each queue; limits
     ordered.py         ordered runs: the scan of ordering keys
-    server_clock.py    PostgreSQL's time on the event loop's clock
 
 What is claimed next: no instance decides for the others. Each claims for its own free slots: four runs first, and four
 times as many after each claim that was full. It claims nothing while it drains, while its link does not hold, and while

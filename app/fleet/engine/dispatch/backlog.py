@@ -28,10 +28,10 @@ from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
+from app.fleet.db.server_clock import LONG_AGO, ServerClock
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.dispatch.ordered import ScanCursor
-from app.fleet.engine.dispatch.server_clock import LONG_AGO, ServerClock
 
 # From this many queues on, the instances divide them, and a claim of an instance reads its whole part.
 MANY = 50

@@ -27,12 +27,12 @@ from app.fleet.cluster.registry import Identity
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool.pool import Connection
 from app.fleet.db.pool.statements import SHORT_IDLE, array
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.actions.action import MAX_PAYLOAD, Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.run import MAX_CHECKPOINT
 from app.fleet.engine.dispatch import ordered
 from app.fleet.engine.dispatch.backlog import LATEST, Backlog, DueQueue, Queue, QueueKey, Request, shares
-from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.runs.claim import (
     ACTION,
     ALLOWED,

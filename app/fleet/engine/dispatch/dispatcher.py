@@ -25,9 +25,9 @@ from app.fleet.background import LoopErrors, LoopService, wait_for_event
 from app.fleet.cluster.member import Member
 from app.fleet.cluster.registry import Identity
 from app.fleet.db.pool.pool import Database
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.dispatch.backlog import MANY, Backlog, DueQueue
 from app.fleet.engine.dispatch.claimant import Claimant
-from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.figures.run_metrics import RunMetrics

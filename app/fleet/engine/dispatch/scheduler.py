@@ -42,9 +42,9 @@ from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Lock, Statement
 from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.db.pool.statements import SHORT_IDLE, array
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.schedule import Schedule
-from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.runs.end import LOCK_TIMEOUT_MS
 from app.fleet.runs.insert import INSERT_SLOTS

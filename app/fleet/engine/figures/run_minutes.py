@@ -38,7 +38,7 @@ from app.fleet.background import LoopErrors, LoopService, cancel_and_wait, jitte
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection, Database
-from app.fleet.engine.dispatch.server_clock import ServerClock
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.figures.cluster_figures import LIMIT_TIME
 from app.fleet.engine.figures.minute_counts import MinuteCounts, Pairs, attempts_of, minute_of
 from app.fleet.engine.figures.run_metrics import OUTCOMES

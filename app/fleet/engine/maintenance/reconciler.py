@@ -41,12 +41,12 @@ from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Connection, Database
 from app.fleet.db.pool.statements import array
+from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.synchronise import announce
 from app.fleet.engine.dispatch.backlog import Backlog
 from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.dispatch.dispatcher import Dispatcher
-from app.fleet.engine.dispatch.server_clock import ServerClock
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.engine.execute.executor import Executor
 from app.fleet.engine.maintenance import rescuer
