@@ -12,6 +12,7 @@ throughput    A burn-down as in `throughput.py`, in turns: without viewers, with
 
 import asyncio
 import random
+import shutil
 import statistics
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from benchmarks.conditions import ACTIONS, durable_server, start_in_waves
 from benchmarks.report import distribution, rates, verdict
 from benchmarks.throughput import burn_down
 from tests.instances.test_cost import CONFIGURATION, statements
+from tests.support.browser import chromium, visitor
 from tests.support.fleet import Fleet
 from tests.support.postgres import Postgres
 from tests.support.service import service
@@ -35,7 +37,9 @@ from tests.support.service import service
 INSTANCES, PENDING, FINISHED, REQUESTS = 50, 1_000_000, 10_000_000, 200
 VIEWERS = (1, 10, 50)
 SETTLED, WATCHED = 5.0, 20.0
-MAX_PAGE_MS, MAX_STATEMENTS, MIN_SHARE = 100, 5.0, 0.97
+MAX_PAGE_MS, MAX_PAINT_MS, MAX_STATEMENTS, MIN_SHARE = 100, 300, 5.0, 0.97
+PAINTED, PAINTS = ("/dashboard", "/dashboard/actions", "/dashboard/charts"), 20
+FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint').map(each => each.startTime)"
 ROUNDS, RUNS = 5, 500_000
 EVERY = 2.0
 ALONE = "without viewers"
@@ -86,6 +90,8 @@ def run(*, short: bool) -> None:
         time.sleep(settled)
         for path, seconds in uvloop.run(time_pages(postgres.address_of(), paths, requests)).items():
             print(distribution(path, seconds, bound_ms=MAX_PAGE_MS))
+        for path, seconds in first_paints(started[0].url, 1 if short else PAINTS).items():
+            print(distribution(f"paint {path}", seconds, bound_ms=MAX_PAINT_MS))
         print()
         open_pages = [path.replace("{id}", given) for path, given in paths.items()]
         alone = statements_per_second(postgres, watched)
@@ -139,6 +145,23 @@ async def time_pages(address: str, paths: dict[str, str], requests: int) -> dict
                 if answer.status_code != 200:
                     raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
                 measured[path].append(seconds)
+    return measured
+
+
+def first_paints(url: str, times: int) -> dict[str, list[float]]:
+    """Return the seconds until each page is painted, each time by a browser that has nothing in its cache."""
+    if shutil.which("chromium") is None:
+        print("paint: SKIPPED, Chromium is not installed; `make tools` installs it")
+        return {}
+    measured: dict[str, list[float]] = {path: [] for path in PAINTED}
+    with chromium() as browser:
+        for _ in range(times):
+            for path in PAINTED:
+                with visitor(browser, url) as page:
+                    page.goto(path)
+                    while not (found := page.evaluate(FIRST_PAINT)):
+                        page.wait_for_timeout(20)
+                    measured[path].append(found[0] / 1000)
     return measured
 
 

@@ -105,7 +105,7 @@ def test_a_takeover_appears_in_the_timeline(fleet: Fleet, browser: Browser) -> N
 
 
 def test_an_action_is_paused_after_a_question_and_resumed(fleet: Fleet, browser: Browser) -> None:
-    (instance,) = fleet.start()
+    instance = fleet.start(3)[0]
     asked: list[str] = []
     with visitor(browser, instance.url) as page:
         accept(asked, page)
@@ -133,7 +133,7 @@ def test_what_somebody_types_survives_the_updates(fleet: Fleet, browser: Browser
 def test_the_sign_in_takes_a_key_and_its_scope_decides(address: str, tmp_path: Path, browser: Browser) -> None:
     with Fleet(address, tmp_path, FLOTILLA_ACTIONS=TRIAL, FLOTILLA_API_KEYS=KEYS) as fleet:
         # Without the key, `is_ready` is all that the test can ask them over HTTP.
-        one, other = fleet.start(2)
+        one, other, _ = fleet.start(3)
         with visitor(browser, one.url) as page:
             page.goto("/dashboard/runs?state=failed")
             page.get_by_label("API key").fill("wrong")

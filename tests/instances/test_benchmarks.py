@@ -47,7 +47,7 @@ FIGURES = {
         "a singleton's instance is killed",
     ),
     "limits": ("callers", "≤ 1%", "≤ 50", "share of each"),
-    "dashboard": ("/runs/{id}", "p99 ≤ 100 ms", "50 viewers", "≤ 5/s", "≥ 0.97"),
+    "dashboard": ("/runs/{id}", "p99 ≤ 100 ms", "paint /dashboard", "50 viewers", "≤ 5/s", "≥ 0.97"),
     "idle": ("a follower", "each follower ≤ 2", "an instance  PostgreSQL"),
     "takeover": ("SIGKILL of the leader → a new leader",),
     "outage": ("same ids: True; false deaths: 0",),
