@@ -33,6 +33,7 @@ MAX_FIRST_PAGE = 100_000
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a statement take longer than the second that a page allows, and let each page read for itself."""
     monkeypatch.setattr(page, "TIME_LIMIT", 60.0)
+    monkeypatch.setattr(page, "KEPT", 0.0)
     monkeypatch.setattr(shared_reads, "TIMEOUT", 60.0)
     monkeypatch.setattr(shared_reads, "MAX_AGE", 0.0)
     monkeypatch.setattr(shared_reads, "RATE", 1e9)
@@ -373,6 +374,32 @@ async def test_many_viewers_cost_one_read_of_each_part(here: LocalInstance, monk
     # The time, instances, anomalies, history and runnable runs; actions and their last hour; runs; errors; coordination
     # and `once` keys.
     assert here.running.app.state.dashboard.reads == 11
+
+
+async def test_viewers_share_a_page_but_neither_tokens_nor_nonces(
+    guarded: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "KEPT", 3600.0)
+    made: list[str] = []
+    genuine = page.templates.get_template
+
+    def get_template(name: Any, *others: Any) -> Any:
+        made.append(name)
+        return genuine(name, *others)
+
+    monkeypatch.setattr(page.templates, "get_template", get_template)
+    pages = []
+    for key in (OPERATE, OPERATE, READ):
+        await sign_in(guarded, key[0])
+        made.clear()
+        pages.append((await get(guarded, "/actions/echo"), list(made)))
+    (first, made_first), (second, made_second), (third, made_third) = pages
+    assert ["action.html" in each for each in (made_first, made_second, made_third)] == [True, False, True]
+    assert value_of(first, "token") != value_of(second, "token"), "each browser has its own"
+    assert value_of(first, "key") != value_of(second, "key"), "each form makes a run of its own"
+    assert "Trigger echo" not in third
+    assert page.TOKEN not in first + second + third
+    assert page.NONCE not in first + second + third
 
 
 async def test_a_page_that_takes_the_database_too_long_says_so(

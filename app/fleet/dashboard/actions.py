@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import secrets
 from typing import Annotated
 
 from fastapi import Depends, Request, Response
@@ -12,7 +11,7 @@ from fastapi.responses import RedirectResponse
 from app.fleet.dashboard.charts import minutes
 from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH, fields
-from app.fleet.dashboard.frame.page import new_router, reading, show
+from app.fleet.dashboard.frame.page import kept, new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, Viewer, may
 from app.fleet.dashboard.frame.shared_reads import shared, shared_reads
 from app.fleet.dashboard.payload_form import payload_fields, payload_of
@@ -37,6 +36,7 @@ Operator = Annotated[Viewer, Depends(may("operate"))]
 
 
 @router.get("/actions")
+@kept
 async def actions_page(request: Request, context: InContext, who: InViewer) -> Response:
     return show(
         request,
@@ -52,6 +52,7 @@ async def actions_page(request: Request, context: InContext, who: InViewer) -> R
 
 
 @router.get("/actions/{name}")
+@kept
 async def action_page(name: str, request: Request, context: InContext, who: InViewer) -> Response:
     return await show_action(name, request, context, who)
 
@@ -91,7 +92,8 @@ async def show_action(
         recent=(await minutes.recent(request)).get(name),
         declared=declared is not None,
         fields=payload_fields(declared, given) if declared else [],
-        key=(given or {}).get("key") or f"dashboard-{secrets.token_hex(16)}",
+        # Of a form that was refused. Otherwise a new one.
+        key=(given or {}).get("key"),
         error=error,
     )
 

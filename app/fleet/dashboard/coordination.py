@@ -24,7 +24,7 @@ from app.fleet.coordination.rate_use import RateUse
 from app.fleet.dashboard.actions import Operator, after_change
 from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH, fields
-from app.fleet.dashboard.frame.page import new_router, reading, show
+from app.fleet.dashboard.frame.page import kept, new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, Viewer, may
 from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.edge.audit import set_subject
@@ -51,6 +51,7 @@ class CoordinationState:
 
 
 @router.get("/coordination")
+@kept
 async def coordination_page(request: Request, context: InContext, who: InViewer) -> Response:
     async def read() -> CoordinationState:
         namespace, limit = context.database.namespace, SHOWN + 1

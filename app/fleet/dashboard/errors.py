@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import Query, Request, Response
 
 from app.fleet.dashboard.frame import cluster_reads
-from app.fleet.dashboard.frame.page import new_router, reading, show
+from app.fleet.dashboard.frame.page import kept, new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer
 from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.dashboard.runs import MAX_TEXT
@@ -18,6 +18,7 @@ router = new_router()
 
 
 @router.get("/errors")
+@kept
 async def errors_page(
     request: Request, context: InContext, who: InViewer, action: Annotated[str, Query(max_length=MAX_TEXT)] = ""
 ) -> Response:

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 
 from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.cluster_reads import Change
-from app.fleet.dashboard.frame.page import new_router, show
+from app.fleet.dashboard.frame.page import kept, new_router, show
 from app.fleet.dashboard.frame.session import InViewer
 from app.fleet.edge.context import InContext
 from app.fleet.engine.actions.admin import ActionRecord
@@ -30,6 +30,7 @@ class Mark:
 
 
 @router.get("")
+@kept
 async def fleet_page(request: Request, context: InContext, who: InViewer) -> Response:
     now = await cluster_reads.now(request)
     instances = await cluster_reads.instances(request)

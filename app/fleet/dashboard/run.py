@@ -12,7 +12,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 from app.fleet.dashboard.actions import Operator, after_change
 from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH
-from app.fleet.dashboard.frame.page import new_router, reading, show
+from app.fleet.dashboard.frame.page import kept, new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer, viewer
 from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.dashboard.runs import MAX_ID
@@ -59,6 +59,7 @@ class RunReads:
 
 
 @router.get("/runs/{id}")
+@kept
 async def run_page(run_id: RunId, request: Request, context: InContext, who: InViewer) -> Response:
     # A payload may have personal data, and a traceback shows code: those who only look see neither.
     shows_all = who.may("operate")

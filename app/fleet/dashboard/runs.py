@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 from fastapi import Depends, Query, Request, Response
 
 from app.fleet.dashboard.frame import cluster_reads
-from app.fleet.dashboard.frame.page import new_router, reading, show
+from app.fleet.dashboard.frame.page import kept, new_router, reading, show
 from app.fleet.dashboard.frame.session import InViewer
 from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.db.namespace import Namespace
@@ -116,6 +116,7 @@ def instant_of(field: str, text: str) -> datetime | None:
 
 
 @router.get("/runs")
+@kept
 async def runs_page(request: Request, context: InContext, who: InViewer, given: InFilter) -> Response:
     async def read() -> tuple[list[ListedRun], int | None]:
         namespace = context.database.namespace

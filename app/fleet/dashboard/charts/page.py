@@ -10,7 +10,7 @@ from app.fleet.dashboard.charts import drawing, minutes
 from app.fleet.dashboard.charts.drawing import Drawing
 from app.fleet.dashboard.charts.minutes import ALL, SPANS, Period, Span
 from app.fleet.dashboard.frame import cluster_reads, wording
-from app.fleet.dashboard.frame.page import new_router, show
+from app.fleet.dashboard.frame.page import kept, new_router, show
 from app.fleet.dashboard.frame.session import InViewer
 from app.fleet.edge.context import InContext
 from app.fleet.edge.problems import HttpError
@@ -34,6 +34,7 @@ class Chart:
 
 
 @router.get("/charts")
+@kept
 async def charts_page(
     request: Request,
     context: InContext,

@@ -4,13 +4,18 @@ Every error that the API answers with a problem (`app/fleet/edge/error_handlers.
 and status. A read that takes longer than a second or two is cancelled, and the page shows this reason: a viewer must
 not cost the database more than that.
 
+Viewers with the same name and scope also share the HTML of a page for `KEPT` (`kept`): making it costs more CPU time
+than anything else that a viewer causes. Only the tokens of forms differ, and they are filled in for each viewer.
+
 The Content-Security-Policy allows only files of this service, and no script or style within a page.
 """
 
 import asyncio
+import functools
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -24,6 +29,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from app.fleet.dashboard.frame import wording
 from app.fleet.dashboard.frame.forms import PATH, form_token, keep_token
+from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.db.pool.pool import Connection
 from app.fleet.edge.context import Context
 from app.fleet.edge.error_handlers import HANDLERS
@@ -36,6 +42,9 @@ POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
+# How long viewers share the HTML of a page, in seconds. It has these instead of what differs for each response.
+KEPT = 1.0
+TOKEN, NONCE = "{the token of the forms}", "{a new nonce}"
 # Seconds for the statements of one read.
 TIME_LIMIT = 1.0
 TOO_SLOW = "The database did not answer within a second or two. Try a narrower filter, or try again later."
@@ -89,6 +98,28 @@ class PageRoute(APIRoute):
         return handle_with_pages
 
 
+def kept(page: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    """Let viewers share the HTML of a page. It has the parameters `request`, `context` and `who`, and uses `show`."""
+
+    @functools.wraps(page)
+    async def answer(**given: Any) -> Response:
+        request, context, who = given["request"], given["context"], given["who"]
+
+        async def make() -> bytes:
+            request.state.is_kept = True
+            return bytes((await page(**given)).body)
+
+        key = ("page", request.url.port, request.url.path, request.url.query, who)
+        html = await shared(request, key, make, statements=0, max_age=KEPT)
+        token = form_token(request, context.settings)
+        html = html.replace(TOKEN.encode(), token.encode()).replace(NONCE.encode(), secrets.token_hex(16).encode())
+        response = HTMLResponse(html, 200, {"content-security-policy": POLICY})
+        keep_token(request, response, context.settings, token)
+        return response
+
+    return answer
+
+
 @asynccontextmanager
 async def reading(context: Context) -> AsyncIterator[Connection]:
     """Borrow a connection for the statements of a page. After `TIME_LIMIT`, the present one is cancelled."""
@@ -100,11 +131,13 @@ def show(
     request: Request, context: Context, template: str, viewer: "Viewer | None", *, status: int = 200, **values: Any
 ) -> HTMLResponse:
     """Return a page."""
-    token = form_token(request, context.settings)
+    is_kept = getattr(request.state, "is_kept", False)
+    token = TOKEN if is_kept else form_token(request, context.settings)
     engine = context.engine if context.started else None
     html = templates.get_template(template).render(
         viewer=viewer,
         token=token,
+        nonce=NONCE if is_kept else secrets.token_hex(16),
         namespace=context.settings.namespace,
         instance=context.member.identity.name if engine and context.member.identity else "",
         signs_in=bool(context.settings.api_keys),

@@ -62,7 +62,7 @@ class Kept:
 
 class SharedReads:
     def __init__(self) -> None:
-        # How many reads were started.
+        # How many reads with statements were started.
         self.reads = 0
         self._kept: dict[Hashable, Kept] = {}
         self._saved, self._saved_at = BURST, 0.0
@@ -79,7 +79,7 @@ class SharedReads:
         """Return what is kept under the key, or what `read` returns, which sends so many statements."""
         now = asyncio.get_running_loop().time()
         kept = self._kept.get(key)
-        if kept is None or self._is_due(kept, MAX_AGE if max_age is None else max_age, now):
+        if kept is None or self._is_due(kept, statements, MAX_AGE if max_age is None else max_age, now):
             kept = self._start(key, read, statements)
         # The page shows the age of the oldest of its reads.
         request.state.age = max(kept.age(now), getattr(request.state, "age", 0.0))
@@ -89,15 +89,15 @@ class SharedReads:
         """Something was changed here: the next page must show it."""
         self._kept.clear()
 
-    def _is_due(self, kept: Kept, max_age: float, now: float) -> bool:
+    def _is_due(self, kept: Kept, statements: int, max_age: float, now: float) -> bool:
         self._saved = min(BURST, self._saved + RATE * (now - self._saved_at))
         self._saved_at = now
         if kept.read_at is None or kept.age(now) < max_age:
             return False
-        return self._saved > 0 or kept.failed or kept.age(now) >= MAX_DELAY
+        return self._saved > 0 or not statements or kept.failed or kept.age(now) >= MAX_DELAY
 
     def _start(self, key: Hashable, read: Callable[[], Awaitable[Value]], statements: int) -> Kept:
-        self.reads += 1
+        self.reads += statements > 0
         self._saved -= statements
         self._kept.pop(key, None)
         kept = self._kept[key] = Kept(asyncio.create_task(within_timeout(read), name="dashboard-read"))
