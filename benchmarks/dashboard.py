@@ -36,7 +36,7 @@ from tests.support.service import service
 
 INSTANCES, PENDING, FINISHED, REQUESTS = 50, 1_000_000, 10_000_000, 200
 VIEWERS = (1, 10, 50)
-SETTLED, WATCHED = 5.0, 20.0
+SETTLED, WATCHED = 10.0, 30.0
 MAX_PAGE_MS, MAX_PAINT_MS, MAX_STATEMENTS, MIN_SHARE = 100, 300, 5.0, 0.97
 PAINTED, PAINTS = ("/dashboard", "/dashboard/actions", "/dashboard/charts"), 20
 FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint').map(each => each.startTime)"
