@@ -1,6 +1,7 @@
 """The commands for instances, and starts that must be refused with advice."""
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import httpx
 import psycopg
 import pytest
 
+from app import __version__
 from app.fleet.db import embedded
 from tests.support.fleet import Fleet, environment, run, run_module
 from tests.support.pgbouncer import pgbouncer
@@ -84,6 +86,14 @@ def test_up_names_its_instances_and_reports_a_port_in_use(folder: Path) -> None:
         taken = run("up", "--instances", "1", "--port", str(port + 2), cwd=folder)
     assert taken.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port + 2}" in taken.stderr
+    assert f"(pid {os.getpid()}: " in taken.stderr, "the process that listens there is this one"
+
+    logs = run("logs", "--lines", "1000", cwd=folder).stdout
+    assert logs.count('"event": "instance.ready"') == 2
+    assert run("logs", str(port), "-n", "1", cwd=folder).stdout.count("\n") == 1
+    assert "there is no log" in run("logs", "1", cwd=folder).stderr
+    counted = run("psql", "-c", "SELECT 'living: ' || count(*) FROM instances WHERE state = 'ready'", cwd=folder)
+    assert "living: 2" in counted.stdout, counted.stderr
     assert "--port" in taken.stderr
 
     collides = run("up", "--instances", "1", "--name", "harbour-1", "--port", str(free_port(3)), cwd=folder)
@@ -131,6 +141,10 @@ def test_migrate_and_doctor_print_their_results(address: str) -> None:
     broken = run("doctor", address=f"postgresql://app@127.0.0.1:{free_port()}/app")
     assert broken.returncode == 1
     assert "problem" in broken.stdout
+
+
+def test_version_prints_the_version_of_the_checkout() -> None:
+    assert run("version").stdout.startswith(f"flotilla {__version__} (Python 3.")
 
 
 def test_key_prints_a_valid_key_and_a_settings_line_without_that_key(fleet: Fleet) -> None:

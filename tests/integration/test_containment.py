@@ -180,12 +180,33 @@ async def test_each_failed_attempt_is_one_log_line_and_each_cause_is_logged_with
 ) -> None:
     for run_id in await here.trigger_all([Order("misbehave", {"how": "nul"})] * 5):
         await here.ended(run_id)
-    lines = [record for record in caplog.records if record.msg == "run.raised"]
+    lines = [record for record in caplog.records if record.msg in {"run.retrying", "run.failed"}]
     fields = [record.fields for record in lines]  # type: ignore[attr-defined]
     assert [each["times"] for each in fields] == [1, 1, 2, 3, 4]
     assert {each["where"].rpartition(":")[0] for each in fields} == {trial_faults.__file__}
     assert {each["reason"] for each in fields} == {"ValueError: a\\x00b"}
     assert [record.exc_info is not None for record in lines] == [True, False, False, False, False]
+    assert {(record.msg, record.levelname) for record in lines} == {("run.failed", "ERROR")}
+
+
+async def test_the_log_says_whether_and_when_a_run_is_tried_again(
+    here: LocalInstance, caplog: pytest.LogCaptureFixture
+) -> None:
+    await here.run("fail")
+    await here.run("give-up")
+    lines = [record for record in caplog.records if record.msg in {"run.retrying", "run.failed"}]
+    fields = [record.fields for record in lines]  # type: ignore[attr-defined]
+    assert [
+        (line.msg, each["attempt"], each.get("retry_in_seconds")) for line, each in zip(lines, fields, strict=True)
+    ] == [
+        ("run.retrying", 1, 0.1),
+        ("run.retrying", 2, 0.1),
+        ("run.failed", 3, None),
+        ("run.failed", 1, None),
+    ]
+    assert "where" in fields[2]
+    assert fields[3]["reason"] == "gave up: there is no such parcel"
+    assert "where" not in fields[3], "GiveUp is what the action means to do"
 
 
 WAYS_TO_WRITE = {

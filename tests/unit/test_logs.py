@@ -51,7 +51,7 @@ def test_a_logged_error_has_its_traceback(level: str, caplog: pytest.LogCaptureF
     try:
         raise KeyError("deal")
     except KeyError as error:
-        getattr(event_log("app.fleet.engine.execute.executor"), level)("run.raised", run=17, error=error)
+        getattr(event_log("app.fleet.engine.execute.executor"), level)("run.failed", run=17, error=error)
     (made,) = caplog.records
     line = json.loads(Formatter(as_json=True).format(made))
     assert line["run"] == 17
@@ -103,10 +103,10 @@ def test_the_text_of_an_exception_cannot_forge_a_line(text: str) -> None:
     try:
         raise ValueError(f"first\n{text}")
     except ValueError:
-        made = record("run.raised")
+        made = record("run.failed")
         made.exc_info = sys.exc_info()
     first, *others = Formatter(as_json=False).format(made).split("\n")
-    assert "run.raised" in first
+    assert "run.failed" in first
     assert all(line.startswith("    ") and line.isprintable() for line in others)
 
 
@@ -126,7 +126,7 @@ def test_the_text_of_an_exception_cannot_forge_a_line(text: str) -> None:
     ids=["nan", "inf", "long number", "surrogate", "bytes", "unspeakable", "deep", "set", "long text"],
 )
 def test_a_json_line_is_valid_for_any_value_of_a_field(value: object) -> None:
-    line = Formatter(as_json=True).format(record("run.raised", value=value))
+    line = Formatter(as_json=True).format(record("run.failed", value=value))
     json.loads(line, parse_constant=pytest.fail)
     line.encode()
     assert len(line) < 10_000
@@ -137,7 +137,7 @@ def test_an_exception_without_a_text_is_logged(as_json: bool) -> None:
     try:
         raise Unspeakable
     except Unspeakable:
-        made = record("run.raised")
+        made = record("run.failed")
         made.exc_info = sys.exc_info()
     assert "Unspeakable" in Formatter(as_json=as_json).format(made)
 
@@ -162,7 +162,7 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
     try:
         deeper(1)
     except ValueError:
-        made = record("run.raised")
+        made = record("run.failed")
         made.exc_info = sys.exc_info()
     trace = json.loads(Formatter(as_json=True).format(made))["error"]
     assert trace.startswith("Traceback")

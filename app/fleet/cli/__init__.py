@@ -4,13 +4,15 @@ Each noun has its own file; this file lists the commands. All commands connect t
 instance, so they work from any machine, also while no instance runs.
 """
 
+import platform
 import sys
 from typing import NoReturn
 
 import typer
 
+from app import __version__
 from app.fleet.cli import actions, database, instances, keys, locks, runs, trigger
-from app.fleet.cli.terminal import warn
+from app.fleet.cli.terminal import warn, write
 from app.fleet.errors import FleetError
 
 app = typer.Typer(
@@ -26,6 +28,7 @@ app.command()(instances.serve)
 app.command()(instances.up)
 app.command(name="list")(instances.list_command)
 app.command()(instances.down)
+app.command(name="logs")(instances.logs_command)
 app.add_typer(actions.app, name="actions")
 app.command(name="trigger")(trigger.trigger_command)
 app.add_typer(runs.app, name="runs")
@@ -33,7 +36,14 @@ app.command(name="locks")(locks.locks)
 app.command()(locks.release)
 app.command()(database.migrate)
 app.command()(database.doctor)
+app.command()(database.psql)
 app.command()(keys.key)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of this checkout, and of Python."""
+    write(f"flotilla {__version__} (Python {platform.python_version()})")
 
 
 def main() -> NoReturn:

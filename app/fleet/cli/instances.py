@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 from urllib.request import urlopen
 
 import typer
@@ -31,11 +32,13 @@ from app.fleet.db import dsn, embedded, migrations, preflight
 from app.fleet.db.namespace import Namespace
 from app.fleet.errors import FleetError, SettingsError, StartRefused
 from app.fleet.role import Role
+from app.fleet.server.port_owner import port_owner
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs
 
 READY_WITHIN = 60.0
 LEADER_WITHIN = 5.0
+FOLLOW_INTERVAL = 0.25
 COLUMNS = (
     "NAME", "ID", "ROLE", "STATE", "LEADER", "RUNNING", "HOST", "PID", "PORT", "VERSION", "HEARTBEAT", "UP",
     "WORKSPACE",
@@ -132,9 +135,8 @@ def up(
     write(f"\n{len(ports)} instances up in {time.monotonic() - began:.1f} s. Next:")
     write(f"  open http://{reachable(settings.host)}:{first}/dashboard")
     write(f"  curl http://{reachable(settings.host)}:{first}/health/instances")
-    write(f"  tail -f {log_file('*')}")
     me = command_name()
-    write(f"  {me} list · {me} down NAME · {me} down")
+    write(f"  {me} logs -f · {me} list · {me} down NAME · {me} down")
 
 
 def launch(
@@ -228,6 +230,34 @@ def wait_until_gone(session: Session, registry: Registry, waiting: dict[str, int
         raise FleetError(f"not gone after {timeout:.0f} s: {', '.join(waiting)}; `flotilla list` shows their state")
 
 
+def logs_command(
+    port: Annotated[int | None, typer.Argument(help="Port of an instance (default: all of this machine).")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines of each log to begin with.")] = 20,
+) -> None:
+    """Show the logs of the instances that `flotilla up` has started in this folder."""
+    paths = sorted(Path().glob(log_file("*" if port is None else str(port))))
+    if not paths:
+        raise FleetError(f"there is no log at {log_file('*' if port is None else str(port))}: start with `flotilla up`")
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open(errors="replace")) for path in paths]
+        for each in files:
+            sys.stdout.writelines(deque(each, maxlen=lines))
+        while follow:
+            new = [line for each in files for line in new_lines(each)]
+            sys.stdout.writelines(new)
+            sys.stdout.flush()
+            if not new:
+                time.sleep(FOLLOW_INTERVAL)
+
+
+def new_lines(file: TextIO) -> list[str]:
+    """Return what was added since the last read. A start begins the file anew."""
+    if os.fstat(file.fileno()).st_size < file.tell():
+        file.seek(0)
+    return file.readlines()
+
+
 def show(settings: FleetSettings, *, with_gone: bool = False, as_json: bool = False) -> None:
     with session_for(settings) as (session, registry):
         rows = [row for row in registry.list(session) if with_gone or row.live]
@@ -279,9 +309,11 @@ def refuse_taken_port(host: str, port: int) -> None:
 
 
 def port_taken(host: str, port: int, error: OSError) -> FleetError:
+    owner = port_owner(port)
+    by = f" ({owner})" if owner else ""
     return FleetError(
-        f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another port with --port or FLOTILLA_PORT, "
-        f"or stop the process that uses it (`flotilla list` shows the instances)"
+        f"cannot listen on {host}:{port}: {error.strerror or error}{by}. Choose another port with --port or "
+        f"FLOTILLA_PORT, or stop the process that uses it (`flotilla list` shows the instances)"
     )
 
 

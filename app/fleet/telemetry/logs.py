@@ -46,7 +46,7 @@ MAX_DEPTH = 5
 COLOURS = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[41m"}
 # Loggers that would otherwise write lines in their own format (`ADOPTED`), or too many lines (`QUIET`).
 ADOPTED = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "alembic", "fastapi")
-QUIET = ("psycopg.pool", "alembic.runtime.plugins", "watchfiles")
+QUIET = ("psycopg.pool", "alembic.runtime.plugins", "watchfiles", "httpx", "httpcore")
 PROBES = ("/health/live", "/health/ready")
 
 

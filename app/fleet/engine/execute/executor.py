@@ -36,9 +36,9 @@ from app.fleet.db.pool.pool import Database
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.actions.run import MAX_RESULT, Run, as_json
+from app.fleet.engine.execute import failures
 from app.fleet.engine.execute.attempt import Attempt, Ending, current_attempt
 from app.fleet.engine.execute.containment import contain_tasks
-from app.fleet.engine.execute.failures import UNREADABLE, FailureLog, delay_of, reason_of, stored_traceback, text_of
 from app.fleet.engine.execute.loop_monitor import LoopMonitor
 from app.fleet.engine.execute.threads import run_in_thread
 from app.fleet.engine.execute.writer import RunWriter
@@ -85,7 +85,7 @@ class Executor(Service):
         self._running: dict[int, Attempt] = {}
         # A slot for each run that this instance has claimed, and whose end is not durable yet: its id and its token.
         self._slots: set[tuple[int, int]] = set()
-        self._failures = FailureLog()
+        self._failures = failures.FailureLog()
         self._loop_monitor = LoopMonitor(lambda: list(self._running.values()))
         self._errors = LoopErrors(log, service="executor", defect="engine.defect", defect_pause=0.0)
         self._ticks: asyncio.Task[None] | None = None
@@ -219,7 +219,7 @@ class Executor(Service):
             if attempt.span is not None:
                 attempt.end_span(attempt.span, None)
             if self._leave(attempt):
-                self._record_return(attempt, action, result)
+                self._record_return(attempt, result)
         # The context of the task refers to the attempt: without this, only the garbage collector would free both.
         attempt.task = None
 
@@ -232,7 +232,7 @@ class Executor(Service):
         attempt.seconds = self._loop.time() - attempt.began
         return True
 
-    def _record_return(self, attempt: Attempt, action: Action[Any], result: str | None) -> None:
+    def _record_return(self, attempt: Attempt, result: str | None) -> None:
         assert self._loop is not None
         if attempt.committed:
             self._metrics.ended([attempt], RunState.SUCCEEDED)
@@ -242,7 +242,7 @@ class Executor(Service):
             self._record_nothing(attempt)
         elif attempt.ending is Ending.TIMEOUT or (attempt.ending is None and self._loop.time() > attempt.deadline):
             # An attempt that has blocked the event loop may return late before a tick has noticed.
-            self._retry_or_fail(attempt, exceeded(action, attempt))
+            self._retry_or_fail(attempt, failures.exceeded(attempt))
         else:
             self.writer.succeeded(attempt, result)
 
@@ -251,14 +251,16 @@ class Executor(Service):
             self._record(attempt, action, error)
         except BaseException:  # noqa: BLE001 — methods of the exception were called, and may do anything
             if not attempt.recorded:
-                self._retry_or_fail(attempt, f"{type(error).__name__}: {UNREADABLE}")
+                self._retry_or_fail(attempt, f"{type(error).__name__}: {failures.UNREADABLE}")
 
     def _record(self, attempt: Attempt, action: Action[Any], error: BaseException) -> None:
         if attempt.committed:
             # The effects and the completion are durable; an exception after them changes neither.
             self._metrics.ended([attempt], RunState.SUCCEEDED)
             self._record_nothing(attempt)
-            log.warning("run.failed_after_commit", run=attempt.run_id, action=action.name, reason=reason_of(error))
+            log.warning(
+                "run.failed_after_commit", run=attempt.run_id, action=action.name, reason=failures.reason_of(error)
+            )
         elif attempt.ending is Ending.FENCED:
             self._record_nothing(attempt)
         elif attempt.ending is Ending.PAUSED:
@@ -266,31 +268,35 @@ class Executor(Service):
         elif attempt.ending is Ending.CANCELLED:
             self.writer.cancelled(attempt, "cancelled on request")
         else:
-            attempt.traceback = stored_traceback(error)
-            self._record_failure(attempt, action, error)
+            attempt.traceback = failures.stored_traceback(error)
+            self._record_failure(attempt, error)
 
-    def _record_failure(self, attempt: Attempt, action: Action[Any], error: BaseException) -> None:
+    def _record_failure(self, attempt: Attempt, error: BaseException) -> None:
         if attempt.ending is Ending.TIMEOUT:
-            self._retry_or_fail(attempt, exceeded(action, attempt))
+            self._retry_or_fail(attempt, failures.exceeded(attempt), error)
         elif isinstance(error, GiveUp):
-            self.writer.failed(attempt, f"gave up: {text_of(error)}")
+            self._fail(attempt, f"gave up: {failures.text_of(error)}", error)
         elif isinstance(error, PayloadInvalid | NotJson):
-            self.writer.failed(attempt, text_of(error))
+            self._fail(attempt, failures.text_of(error), error)
         elif isinstance(error, TryAgain):
-            self._retry_or_fail(attempt, text_of(error), delay_of(error))
+            self._retry_or_fail(attempt, failures.text_of(error), error, failures.delay_of(error))
         else:
             # `Fenced` too, because any code can raise it. If the attempt really lost its run, this write is refused.
-            assert self._loop is not None
-            reason = reason_of(error)
-            self._retry_or_fail(attempt, reason)
-            self._failures.write(attempt, error, reason, self._loop.time())
+            self._retry_or_fail(attempt, failures.reason_of(error), error)
 
-    def _retry_or_fail(self, attempt: Attempt, error: str, delay: float | None = None) -> None:
+    def _retry_or_fail(
+        self, attempt: Attempt, reason: str, error: BaseException | None = None, delay: float | None = None
+    ) -> None:
         """Without `delay`, the delay of the action counts."""
-        if attempt.counted_attempts < attempt.max_attempts:
-            self.writer.retry(attempt, delay, error)
+        if attempt.counted_attempts >= attempt.max_attempts:
+            self._fail(attempt, reason, error)
         else:
-            self.writer.failed(attempt, error)
+            self.writer.retry(attempt, delay, reason)
+            self._failures.write(attempt, reason, error, failures.usual_delay(attempt) if delay is None else delay)
+
+    def _fail(self, attempt: Attempt, reason: str, error: BaseException | None) -> None:
+        self.writer.failed(attempt, reason)
+        self._failures.write(attempt, reason, error, None)
 
     def _record_nothing(self, attempt: Attempt) -> None:
         """Free the slot at once: the end is durable already, or another attempt has the run."""
@@ -325,7 +331,7 @@ class Executor(Service):
         elif ending is Ending.CANCELLED:
             self.writer.cancelled(attempt, "cancelled on request; it ignored its cancellation")
         else:
-            self._retry_or_fail(attempt, exceeded(attempt.action, attempt) + "; it ignored its cancellation")
+            self._retry_or_fail(attempt, failures.exceeded(attempt) + "; it ignored its cancellation")
 
     # -- called by the writer -----------------------------------------------------------------------------------------
 
@@ -336,10 +342,3 @@ class Executor(Service):
     def _stop_fenced(self, attempt: Attempt) -> None:
         if self._running.get(attempt.run_id) is attempt:
             self._end(attempt, Ending.FENCED)
-
-
-def exceeded(action: Action[Any], attempt: Attempt) -> str:
-    text = f"exceeded its deadline of {action.timeout:g} s"
-    if attempt.blocked_seconds:
-        text += f"; it blocked the event loop for {attempt.blocked_seconds:.0f} s"
-    return text

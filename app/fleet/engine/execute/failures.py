@@ -10,11 +10,13 @@ The methods of an action's exception are the action's own code, and may do anyth
 
 import asyncio
 import math
-from typing import NamedTuple
+import time
+from typing import Any, NamedTuple
 
 from app.fleet.duration import MAX_DURATION, parse_duration
 from app.fleet.engine.execute.attempt import Attempt
 from app.fleet.errors import GiveUp, PayloadInvalid, TryAgain
+from app.fleet.runs.effects.retry_delay import FACTOR
 from app.fleet.telemetry.logs import event_log
 from app.fleet.telemetry.redaction import describe, redact
 from app.fleet.telemetry.tracebacks import led_to, traceback_of
@@ -42,25 +44,39 @@ class FailureLog:
         # When the traceback of the cause was logged, and how many attempts have failed with it since.
         self._causes: dict[Cause, tuple[float, int]] = {}
 
-    def write(self, attempt: Attempt, error: BaseException, reason: str, now: float) -> None:
+    def write(self, attempt: Attempt, reason: str, error: BaseException | None, retry_in: float | None) -> None:
+        """Log the end of an attempt: the run is tried again about so many seconds later, or (None) has failed.
+
+        `error` is the exception that has ended it, if there is one. `TryAgain` and `GiveUp` are what the action means
+        to do: they have no traceback.
+        """
+        fields: dict[str, Any] = {
+            "run": attempt.run_id,
+            "action": attempt.action.name,
+            "attempt": attempt.number,
+            "reason": reason[:MAX_REASON],
+        }
+        if retry_in is not None:
+            fields["retry_in_seconds"] = round(retry_in, 1)
+        if error is not None and not isinstance(error, TryAgain | GiveUp):
+            fields |= self._place_of(attempt, error)
+        if retry_in is None:
+            log.error("run.failed", **fields)
+        elif isinstance(error, TryAgain):
+            log.info("run.retrying", **fields)
+        else:
+            log.warning("run.retrying", **fields)
+
+    def _place_of(self, attempt: Attempt, error: BaseException) -> dict[str, Any]:
+        """Return where the exception was raised, and once a minute the exception, whose traceback is logged."""
+        now = time.monotonic()
         cause = Cause(attempt.action.name, type(error), where_raised(error))
-        logged_at, times = self._causes.get(cause, (-TRACEBACK_INTERVAL, 0))
+        logged_at, times = self._causes.pop(cause, (-math.inf, 0))
         with_traceback = now - logged_at >= TRACEBACK_INTERVAL
-        log.warning(
-            "run.raised",
-            run=attempt.run_id,
-            action=attempt.action.name,
-            attempt=attempt.number,
-            reason=reason[:MAX_REASON],
-            where=cause.where,
-            times=times + 1,
-            error=error if with_traceback else None,
-        )
-        if with_traceback:
-            self._causes.pop(cause, None)
         self._causes[cause] = (now, 0) if with_traceback else (logged_at, times + 1)
         if len(self._causes) > MAX_CAUSES:
             del self._causes[next(iter(self._causes))]
+        return {"where": cause.where, "times": times + 1, "error": error if with_traceback else None}
 
 
 def where_raised(error: BaseException) -> str:
@@ -81,6 +97,13 @@ def reason_of(error: BaseException) -> str:
         text = f"{type(error).__name__}: {UNREADABLE}"
     if issubclass(type(error), asyncio.CancelledError):
         return text.replace(type(error).__name__, "it was cancelled from inside", 1)
+    return text
+
+
+def exceeded(attempt: Attempt) -> str:
+    text = f"exceeded its deadline of {attempt.action.timeout:g} s"
+    if attempt.blocked_seconds:
+        text += f"; it blocked the event loop for {attempt.blocked_seconds:.0f} s"
     return text
 
 
@@ -113,6 +136,12 @@ def delay_of(error: TryAgain) -> float | None:
     except BaseException:  # noqa: BLE001 — the exception is the action's; its properties may do anything
         return None
     return None if delay is None or math.isnan(delay) else min(max(0.0, delay), MAX_DURATION)
+
+
+def usual_delay(attempt: Attempt) -> float:
+    """Return about how many seconds PostgreSQL lets the run wait (`runs/effects/retry_delay.py`), for the log."""
+    action = attempt.action
+    return float(min(action.retry_delay * FACTOR ** min(attempt.counted_attempts - 1, 60), action.max_retry_delay))
 
 
 def storable(text: str) -> str:
