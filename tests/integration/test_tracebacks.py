@@ -10,7 +10,7 @@ import pytest
 
 from app.fleet.api_keys import make_key
 from app.fleet.cli import runs
-from app.fleet.engine.execute import batches, executor
+from app.fleet.engine.execute import batches, failures
 from app.fleet.engine.maintenance import pruner
 from app.fleet.runs.attempt_writes import MAX_TRACEBACKS
 from app.fleet.runs.cancel import cancel_run
@@ -158,7 +158,7 @@ async def test_a_run_keeps_the_tracebacks_of_its_last_claims_only(here: LocalIns
 async def test_a_traceback_that_postgresql_refuses_does_not_change_how_the_run_ends(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(executor, "stored_traceback", lambda _: "a\x00b")
+    monkeypatch.setattr(failures, "stored_traceback", lambda _: "a\x00b")
     run = await here.run("fail")
     assert (run.state, run.attempt, run.error) == ("failed", 3, "ValueError: the parcel\\x00is torn")
     assert await stored(here, run.id) == []
