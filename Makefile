@@ -17,7 +17,7 @@ $(STAMP): requirements-dev.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Flotilla needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --no-build-isolation -e .
 	@touch $(STAMP)
 
@@ -47,7 +47,7 @@ bench: $(BENCH_STAMP)  ## Run all benchmarks, compare with the peers, and print 
 
 # The peers for the benchmarks; nothing else needs them.
 $(BENCH_STAMP): requirements-bench.lock $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-bench.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-bench.lock
 	@touch $(BENCH_STAMP)
 
 chaos: setup  ## Kill, freeze and disconnect lock holders, break connections (15 minutes), and check the effects

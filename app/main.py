@@ -38,6 +38,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
         # In production the API's schema is not published. Without a schema there are no pages of it either.
         openapi_url="/openapi.json" if settings.role.serves and not settings.production else None,
+        generate_unique_id_function=openapi.operation_id,
+        # A model that is a body and a response has one name.
+        separate_input_output_schemas=False,
         # A redirect would lead to the host that the request names, which a client can forge. /actions/ does not exist.
         redirect_slashes=False,
         # Its own handlers of errors would send their texts, which may have secrets.

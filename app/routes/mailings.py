@@ -45,7 +45,7 @@ async def create_mailing(new: NewMailing, session: InSession, response: Response
 
 
 @router.get("/{mailing_id}")
-async def show_mailing(mailing_id: Annotated[int, Path(lt=2**63)], session: InSession) -> ShownMailing:
+async def get_mailing(mailing_id: Annotated[int, Path(lt=2**63)], session: InSession) -> ShownMailing:
     """Show a mailing, and whether it has been sent."""
     mailing = await session.get(Mailing, mailing_id)
     if mailing is None:

@@ -763,7 +763,9 @@ def test_the_pipeline_runs_only_the_local_checks_and_has_no_other_permissions() 
 
 # These patterns are written so that they do not match themselves.
 MACHINE_PATTERNS = {
-    "the host of a package index": r"\bpy[p]i\.|python[h]osted\.|index[-]url[ =]\S*://|/simpl[e]/? *$",
+    "the host of a package index": (
+        r"\bpy[p]i\.|registry\.np[m]js|python[h]osted\.|index[-]url[ =]\S*://|/simpl[e]/? *$"
+    ),
     "the home of a person": r"/hom[e]/\w|/User[s]/\w|/roo[t]/|[A-Z]:\\User[s]",
 }
 

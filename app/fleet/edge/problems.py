@@ -260,13 +260,13 @@ router = APIRouter(tags=["problems"], default_response_class=PlainTextResponse)
 
 
 @router.get("/problems")
-async def problem_pages() -> str:
+async def list_problems() -> str:
     """List every kind of problem."""
     return "".join(f"/problems/{kind.slug}  {kind.status}  {kind.title}\n" for kind in KINDS.values())
 
 
 @router.get("/problems/{slug}")
-async def problem_page(slug: str) -> str:
+async def get_problem(slug: str) -> str:
     """Explain one kind of problem."""
     if slug not in KINDS:
         raise NotFound(f"there is no kind of problem {slug!r}: GET /problems lists all kinds")

@@ -18,7 +18,7 @@ from app.fleet.edge.audit import set_subject
 from app.fleet.edge.auth import needs
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.elsewhere import action_missing_here
-from app.fleet.edge.openapi import problem_responses
+from app.fleet.edge.openapi import described, problem_responses
 from app.fleet.engine.actions import admin
 from app.fleet.engine.actions.admin import ActionRecord
 from app.fleet.engine.enqueue import confirm
@@ -26,7 +26,7 @@ from app.fleet.engine.enqueue.insert import Triggered
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import ActionUnknown
 from app.fleet.http import idempotency
-from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, answer, described, read, records
+from app.fleet.http.bodies import NEW_RUN, RUN, NewRun, answer, read, records
 from app.fleet.http.idempotency import IdempotencyKey
 from app.fleet.runs.read.records import RunRecord
 
@@ -51,7 +51,7 @@ async def list_actions(context: InContext) -> Response:
 
 
 @router.get("/{name}", response_model=ActionRecord)
-async def show_action(name: str, context: InContext) -> Response:
+async def get_action(name: str, context: InContext) -> Response:
     """Show one action."""
     async with context.database.connection() as connection:
         return await shown(context, connection, name)
@@ -63,11 +63,12 @@ async def show_action(name: str, context: InContext) -> Response:
     response_model=RunRecord,
     responses={
         200: {"model": RunRecord, "description": "The run that an earlier request with this key created"},
+        202: {"headers": {"Location": {"description": "The path of the run", "schema": {"type": "string"}}}},
         **problem_responses(409),
     },
     openapi_extra=described(NewRun),
 )
-async def trigger_action(
+async def trigger_run(
     name: str, request: Request, context: InContext, idempotency_key: IdempotencyKey = None
 ) -> Response:
     """Create a run of an action. A repeated request with the same key returns the same run."""

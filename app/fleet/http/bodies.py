@@ -64,15 +64,6 @@ NEW_RUNS = TypeAdapter(NewRuns)
 RUN = TypeAdapter(RunRecord)
 
 
-def described(model: type[BaseModel], **parts: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a body that is parsed here."""
-    schema = model.model_json_schema()
-    schema.pop("$defs", None)
-    for name, part in parts.items():
-        schema["properties"][name]["items"] = part.model_json_schema()
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
-
-
 async def read(request: Request, adapter: TypeAdapter[Body]) -> Body:
     """Parse the body of a request; an empty body counts as an empty object."""
     content = await request.body()

@@ -30,7 +30,7 @@ import asyncio
 import random
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic_core
 from fastapi import APIRouter, Depends, Header, Query
@@ -40,10 +40,11 @@ from starlette.responses import StreamingResponse
 from app.fleet.edge.auth import needs, stream_slot
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.middleware import RETRY_MS
-from app.fleet.edge.openapi import problem_responses
+from app.fleet.edge.openapi import event_stream, problem_responses
 from app.fleet.edge.problems import HttpError
 from app.fleet.engine.actions import admin
 from app.fleet.http.runs import RunId, States, states_of
+from app.fleet.runs.effects.event_types import EmittedEvent, FeedEvent, FeedMissed, RunDone, RunEvent
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
 from app.fleet.runs.effects.feed import Batch
 from app.fleet.runs.effects.states import RunState
@@ -59,14 +60,6 @@ AGE_JITTER = (0.8, 1.2)
 HEARTBEAT = 15.0
 MISSED = "missed"
 CHUNK_BYTES = 32_768
-
-STREAM: dict[str, Any] = {
-    "response_class": StreamingResponse,
-    "responses": {
-        200: {"description": "Server-Sent Events", "content": {EventSourceResponse.media_type: {}}},
-        **problem_responses(400, 404),
-    },
-}
 ID = "The id of the last event that was received"
 
 
@@ -121,7 +114,12 @@ async def run_follower(run_id: RunId, context: InContext, seen: LastSeen) -> Asy
         yield follower
 
 
-@router.get("/runs/{id}/events", dependencies=[Depends(stream_slot)], **STREAM)
+@router.get(
+    "/runs/{id}/events",
+    dependencies=[Depends(stream_slot)],
+    response_class=StreamingResponse,
+    responses={200: event_stream(RunEvent | EmittedEvent | RunDone), **problem_responses(400, 404)},
+)
 async def follow_run(
     follower: Annotated[Follower[StoredEvent], Depends(run_follower)], context: InContext, run_id: RunId
 ) -> EventStream:
@@ -146,7 +144,7 @@ async def run_chunks(follower: Follower[StoredEvent], run_id: int, age: Age) -> 
     if follower.pruned:
         yield reconnect("the run was deleted")
     else:
-        yield encoded(None, DONE, as_json({"run": run_id}))
+        yield encoded(None, DONE, as_json(RunDone(run=run_id)))
 
 
 def encoded_event(event: StoredEvent, run_id: int) -> bytes:
@@ -179,7 +177,12 @@ async def feed_follower(context: InContext, seen: LastSeen) -> AsyncIterator[Fol
         yield follower
 
 
-@router.get("/events", dependencies=[Depends(stream_slot)], **STREAM)
+@router.get(
+    "/events",
+    dependencies=[Depends(stream_slot)],
+    response_class=StreamingResponse,
+    responses={200: event_stream(FeedEvent | FeedMissed), **problem_responses(400, 404)},
+)
 async def follow_feed(
     actions: Annotated[set[int], Depends(selected_actions)],
     states: Annotated[set[RunState], Depends(selected_states)],
@@ -237,7 +240,7 @@ def changes(batches: Iterable[Batch], selected: Filter, seen: int) -> Iterator[b
     """Yield the selected changes for a client that has received everything up to the number `seen`."""
     for batch in batches:
         if (until := batch.missing(seen)) > seen:
-            yield encoded(until, MISSED, as_json({"after": seen, "until": until}))
+            yield encoded(until, MISSED, as_json(FeedMissed(after=seen, until=until)))
         yield from selected.of(batch, seen)
         seen = batch.seq
 

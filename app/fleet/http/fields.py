@@ -10,7 +10,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from app.fleet.coordination.locks.admin import MAX_REASON_LENGTH
@@ -66,4 +66,9 @@ LockName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH), After
 ReleaseReason = Annotated[str, Field(min_length=1, max_length=MAX_REASON_LENGTH), AfterValidator(printable)]
 Payload = Annotated[Any, AfterValidator(finite)]
 Instant = Annotated[AwareDatetime, AfterValidator(within_range)]
-Ago = Annotated[timedelta | None, BeforeValidator(read_ago)]
+Ago = Annotated[
+    timedelta | None,
+    BeforeValidator(read_ago),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "null"}]}),
+    Field(description="A duration, such as `2h`, or a number of seconds"),
+]

@@ -29,7 +29,7 @@ class Ready(BaseModel):
     reason: str | None = None
 
 
-class InstanceView(BaseModel):
+class Instance(BaseModel):
     id: int
     name: str
     run_id: UUID
@@ -57,22 +57,22 @@ class AnomalyView(BaseModel):
     detail: str
 
 
-class InstancesView(BaseModel):
+class Instances(BaseModel):
     namespace: str
     self: str | None
     leader: str | None
-    instances: list[InstanceView]
+    instances: list[Instance]
     anomalies: list[AnomalyView]
 
 
 @router.get("/live")
-async def live() -> Alive:
+async def check_alive() -> Alive:
     """Confirm that the process runs. Does no I/O."""
     return Alive()
 
 
 @router.get("/ready", response_model_exclude_none=True, responses={503: {"model": Ready}})
-async def ready(context: InContext, response: Response) -> Ready:
+async def check_ready(context: InContext, response: Response) -> Ready:
     """Report whether this instance should receive requests."""
     lifecycle = context.lifecycle
     if lifecycle.phase is not Phase.READY:
@@ -86,16 +86,16 @@ async def ready(context: InContext, response: Response) -> Ready:
 
 
 @router.get("/instances", dependencies=[Depends(needs("read"))])
-async def instances(context: InContext) -> InstancesView:
+async def list_instances(context: InContext) -> Instances:
     """List the living instances, the instances that were declared gone within the last minutes, and the anomalies."""
     member = context.member
     rows = await member.instances()
     locks = await lock_names(context.database)
     identity = member.identity
-    return InstancesView(
+    return Instances(
         namespace=context.settings.namespace,
         self=identity.name if identity else None,
         leader=next((row.name for row in rows if row.leader), None),
-        instances=[InstanceView.model_validate(vars(row) | {"locks": locks.get(row.id, [])}) for row in rows],
+        instances=[Instance.model_validate(vars(row) | {"locks": locks.get(row.id, [])}) for row in rows],
         anomalies=[AnomalyView(**vars(anomaly)) for anomaly in await context.coordination.anomalies.find(rows)],
     )

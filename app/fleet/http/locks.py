@@ -36,7 +36,7 @@ async def list_locks(context: InContext) -> Response:
 @router.delete(
     "/{name:path}", response_model=LockRecord, dependencies=[Depends(needs("admin"))], responses=problem_responses(409)
 )
-async def release(
+async def release_lock(
     name: Annotated[LockName, Path(description="The name of the lock; it may contain slashes")],
     reason: Annotated[ReleaseReason, Query(description="The reason, which is stored")],
     context: InContext,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, get_args
 
 from fastapi import APIRouter, Depends, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -19,8 +20,8 @@ from app.fleet.telemetry.metrics import FleetCollector, Value
 router = APIRouter(tags=["metrics"], dependencies=[Depends(needs("read"))])
 
 
-@router.get("/metrics", response_class=Response)
-async def metrics(context: InContext) -> Response:
+@router.get("/metrics", response_class=PlainTextResponse)
+async def get_metrics(context: InContext) -> Response:
     """Return the metrics of this instance and of the cluster in the text format of Prometheus."""
     figures = await context.engine.figures.read()
     scrape = Scrape(REGISTRY, FleetCollector(values(context)), context.engine.metrics, *filter(None, [figures]))

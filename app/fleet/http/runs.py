@@ -14,12 +14,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
 
 from app.fleet.edge.audit import set_subject
 from app.fleet.edge.auth import needs
 from app.fleet.edge.context import Context, InContext
-from app.fleet.edge.openapi import problem_responses
+from app.fleet.edge.openapi import SCHEMA, described, problem_responses, without_default
 from app.fleet.edge.problems import HttpError
 from app.fleet.engine.actions import admin
 from app.fleet.engine.enqueue import confirm
@@ -30,11 +30,9 @@ from app.fleet.http import idempotency
 from app.fleet.http.bodies import (
     NEW_RUNS,
     RUN,
-    BatchedRun,
     NewRuns,
     actions_missing_here,
     answer,
-    described,
     invalid_payloads,
     read,
     records,
@@ -57,12 +55,15 @@ MAX_RETRIED = 10_000
 MAX_PAGE_BYTES = 1_000_000
 STATES = TypeAdapter(list[RunState])
 
+StateName = Annotated[str, WithJsonSchema({"$ref": SCHEMA.format(model=RunState.__name__)})]
 States = Annotated[
-    list[str] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
+    list[StateName] | None, Query(description="One or more states; repeat the parameter or separate them by commas")
 ]
 
 
-async def number_of(run_id: Annotated[str, Path(alias="id", description="A whole number")]) -> int:
+async def number_of(
+    run_id: Annotated[str, Path(alias="id", description="A whole number", json_schema_extra={"type": "integer"})],
+) -> int:
     if not re.fullmatch(r"[0-9]+", run_id):
         raise HttpError("the id of a run is a whole number: use the `id` of a run as it is")
     if len(run_id) > len(str(MAX_ID)) or int(run_id) > MAX_ID:
@@ -90,11 +91,15 @@ class RetryFilter(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     action: str
-    state: Annotated[list[Retryable], Field(min_length=1)] = [RunState.FAILED]
+    state: Annotated[
+        list[Retryable], Field(min_length=1, description="Default: `failed`", json_schema_extra=without_default)
+    ] = [RunState.FAILED]
     # The runs ended at most `since` ago and at least `until` ago.
     since: Ago = None
     until: Ago = None
-    limit: Annotated[int, Field(ge=1, le=MAX_RETRIED)] = MAX_RETRIED
+    limit: Annotated[
+        int, Field(ge=1, le=MAX_RETRIED, description=f"Default: {MAX_RETRIED}", json_schema_extra=without_default)
+    ] = MAX_RETRIED
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Retried:
     # More runs may match: send the request again.
     more: bool
     # Runs that were not retried, because the action has overlap="skip" and one run is active.
-    left_out: Annotated[int, Field(exclude_if=lambda value: not value)] = 0
+    left_out: Annotated[int, Field(exclude_if=lambda value: not value, json_schema_extra=without_default)] = 0
 
 
 RETRY_FILTER = TypeAdapter(RetryFilter)
@@ -121,9 +126,9 @@ LISTED_RUN = TypeAdapter(ListedRun)
         200: {"model": RunList, "description": "The runs that an earlier request with this key created"},
         **problem_responses(404, 409),
     },
-    openapi_extra=described(NewRuns, runs=BatchedRun),
+    openapi_extra=described(NewRuns),
 )
-async def trigger_many(request: Request, context: InContext, idempotency_key: IdempotencyKey = None) -> Response:
+async def trigger_runs(request: Request, context: InContext, idempotency_key: IdempotencyKey = None) -> Response:
     """Create many runs of any actions, all or none; they are returned in the same order."""
     orders = (await read(request, NEW_RUNS)).orders()
     try:
@@ -140,7 +145,7 @@ async def trigger_many(request: Request, context: InContext, idempotency_key: Id
 @router.post(
     "/runs:retry", response_model=Retried, responses=problem_responses(404), openapi_extra=described(RetryFilter)
 )
-async def retry_many(request: Request, context: InContext) -> Response:
+async def retry_runs(request: Request, context: InContext) -> Response:
     """Retry runs of an action that failed or were cancelled within a period; at most `limit` of them."""
     selection = await read(request, RETRY_FILTER)
     namespace = context.database.namespace
@@ -182,7 +187,7 @@ async def list_runs(
 
 
 @router.get("/runs/{id}", response_model=RunRecord, responses=problem_responses(400))
-async def show_run(run_id: RunId, context: InContext) -> Response:
+async def get_run(run_id: RunId, context: InContext) -> Response:
     """Show one run."""
     async with context.database.connection() as connection:
         return answer(RUN, await runs.find(connection, context.database.namespace, run_id))
