@@ -15,6 +15,7 @@ from app.fleet.engine.maintenance import pruner
 from app.fleet.runs.attempt_writes import MAX_TRACEBACKS
 from app.fleet.runs.cancel import cancel_run
 from app.fleet.runs.retry import retry_run
+from app.fleet.telemetry.redaction import redact
 from app.fleet.telemetry.tracebacks import MAX_TRACEBACK
 from tests.integration.test_audit import logged
 from tests.integration.test_dashboard import get, sign_in, unhurried
@@ -45,7 +46,7 @@ async def test_the_traceback_of_each_failed_attempt_is_stored_once(here: LocalIn
     assert await stored(here, run.id, "token, attempt, instance") == ours
     for error, traceback in await stored(here, run.id):
         assert error == run.error == "ValueError: the parcel\\x00is torn"
-        assert f'File "{trial_actions.__file__}", line' in traceback
+        assert f'File "{redact(str(trial_actions.__file__))}", line' in traceback
         assert traceback.endswith('is torn")\nValueError: the parcel\\x00is torn')
 
 
@@ -99,7 +100,7 @@ async def test_the_traceback_of_a_timeout_shows_where_the_action_waited(here: Lo
     run = await here.run("hang")
     ((error, traceback),) = await stored(here, run.id)
     assert error == "exceeded its deadline of 0.3 s"
-    assert f'File "{trial_actions.__file__}", line' in traceback
+    assert f'File "{redact(str(trial_actions.__file__))}", line' in traceback
     assert "in hang\n    await asyncio.sleep(3600)\n" in traceback
     assert traceback.endswith("\nCancelledError")
 
