@@ -87,6 +87,18 @@ def test_neither_the_leader_nor_its_candidates_hold_a_snapshot_or_delay_index_bu
             session.execute("CREATE INDEX CONCURRENTLY ON big (n)")
 
 
+def test_a_migration_can_alter_the_table_of_the_instances_while_there_is_a_leader(migrated_address: str) -> None:
+    """The leader's checks read it, in a transaction that lasts for the whole term."""
+    with linked(migrated_address) as link, queued(migrated_address, link) as leader:
+        eventually(lambda: leader.leading and leader.checks > 2)
+        with psycopg.connect(migrated_address, autocommit=True) as session:
+            session.execute("SET lock_timeout = '2s'")
+            session.execute("ALTER TABLE flotilla.instances ADD COLUMN rig text")
+        checks = leader.checks
+        eventually(lambda: leader.checks > checks + 2)
+        assert leader.terms == 1
+
+
 def test_the_next_candidate_leads_as_soon_as_the_leader_steps_down(migrated_address: str) -> None:
     with linked(migrated_address) as one, linked(migrated_address) as two, queued(migrated_address, one) as first:
         eventually(lambda: first.leading)

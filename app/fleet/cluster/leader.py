@@ -9,8 +9,8 @@ Why a table lock and not `pg_advisory_lock`: a session that is blocked in a SELE
 waits, which is without end here. Vacuum could not remove newer dead rows anywhere in the database, and no index could
 be built CONCURRENTLY. `LOCK TABLE` is a utility statement and takes no snapshot, provided that the catalog cache
 already contains the view; `WARM_UP` makes sure of that, and a test holds it. The price: the leader's session is shown
-as "idle in transaction" for its whole term. It has no snapshot and no transaction id, so it blocks nothing
-(docs/decisions/0003).
+as "idle in transaction" for its whole term. It has no snapshot, no transaction id, and between two checks no lock on a
+table, so it blocks nothing (docs/decisions/0003).
 
 Several times a second the leader runs one statement that finds all live rows whose presence lock is free. The same
 statement renews the lease of the leader's session. It declares an instance gone whose lock stays free:
@@ -181,6 +181,7 @@ class Leader:
             return False
         session.execute(self._registry.namespace.sql(WAIT_FOR_TURN))
         session.patience = PATIENCE
+        session.execute("SAVEPOINT term")
         return True
 
     def _lead(self, session: DirectSession, identity: Identity) -> None:
@@ -216,7 +217,7 @@ class Leader:
         """Find the live rows whose presence lock is free, and declare those gone whose grace is over."""
         self.checks += 1
         now = clock()
-        unlinked = self._registry.unlinked(session)
+        unlinked = self._registry.unlinked_in_term(session)
         self._trusted_until = now + PATIENCE
         self._free_since = {identifier: self._free_since.get(identifier, now) for identifier in unlinked}
         due = [i for i, since in self._free_since.items() if now - since >= self._grace(unlinked[i], now)]

@@ -219,6 +219,11 @@ class Registry:
         rows = session.execute(self._sql(statements.FIND_UNLINKED)).fetchall()
         return dict(rows)
 
+    def unlinked_in_term(self, session: Session) -> dict[int, bool]:
+        """Do the same in the leader's transaction, after its savepoint `term`, and keep no lock."""
+        rows = session.execute(self._sql(statements.FIND_UNLINKED_IN_TERM)).fetchall()
+        return dict(rows)
+
     def declare_gone(self, session: Session, identifier: int, reason: str) -> str | None:
         """Declare one instance gone and run the hooks in the same transaction; return its name if it was changed."""
         with session.transaction():

@@ -80,6 +80,11 @@ WHERE i.state <> 'gone'
   )
 """)
 
+# A statement locks the tables that it reads until its transaction ends, and that of the leader lasts for its whole
+# term: a migration that alters `instances` would wait for its end, and all heartbeats behind the migration. It is one
+# message, because it is sent several times a second.
+FIND_UNLINKED_IN_TERM = Statement(f"{FIND_UNLINKED};\nROLLBACK TO SAVEPOINT term\n")
+
 TRY_PRESENCE_LOCK = Statement("SELECT pg_try_advisory_xact_lock({class}, %(key)s)")
 
 # Locks the row before it is declared gone. A claim locks the row of its instance FOR KEY SHARE until it is committed:
