@@ -44,10 +44,10 @@ from app.fleet.edge.openapi import event_stream, problem_responses
 from app.fleet.edge.problems import HttpError
 from app.fleet.engine.actions import admin
 from app.fleet.http.runs import RunId, States, states_of
-from app.fleet.runs.effects.event_types import EmittedEvent, FeedEvent, FeedMissed, RunDone, RunEvent
 from app.fleet.runs.effects.events import DONE, STATE, StoredEvent
 from app.fleet.runs.effects.feed import Batch
 from app.fleet.runs.effects.states import RunState
+from app.fleet.runs.read.event_types import EmittedEvent, FeedEvent, FeedMissed, RunDone, RunEvent
 from app.fleet.stream.channel import Follower
 from app.fleet.stream.pacer import Pacer
 from app.fleet.stream.reader import Reader

@@ -1,7 +1,7 @@
 """The types of what streams send: the JSON of a run's events, of a change in the feed, and of the two closing messages.
 
 They are for readers and for the OpenAPI document (`http/events.py`). The events themselves are text that the statements
-of `events.py` build, and that passes to clients unchanged; a test compares real streams with these types.
+of `effects/events.py` build, and that passes to clients unchanged; a test compares real streams with these types.
 
 A later release may add fields and kinds.
 """
