@@ -402,6 +402,14 @@ async def test_viewers_share_a_page_but_neither_tokens_nor_nonces(
     assert page.NONCE not in first + second + third
 
 
+async def test_an_error_on_a_page_leaves_the_open_forms_of_the_browser_valid(here: LocalInstance) -> None:
+    token = value_of(await get(here, "/actions"), "token")
+    answer = await here.running.client.get("/dashboard/runs/999")
+    assert answer.status_code == 404
+    assert "set-cookie" not in answer.headers
+    assert (await here.running.client.post("/dashboard/actions/echo/pause", data={"token": token})).status_code == 303
+
+
 async def test_a_page_that_takes_the_database_too_long_says_so(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:

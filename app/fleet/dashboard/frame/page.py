@@ -107,7 +107,11 @@ def kept(page: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Re
 
         async def make() -> bytes:
             request.state.is_kept = True
-            return bytes((await page(**given)).body)
+            try:
+                return bytes((await page(**given)).body)
+            finally:
+                # If it has failed, the page that says so is for this viewer alone.
+                request.state.is_kept = False
 
         key = ("page", request.url.port, request.url.path, request.url.query, who)
         html = await shared(request, key, make, statements=0, max_age=KEPT)
