@@ -3,6 +3,7 @@
 import re
 from collections.abc import AsyncIterator
 from html import unescape
+from typing import Any
 
 import pytest
 
@@ -245,6 +246,22 @@ async def test_all_pending_runs_are_cancelled_except_those_that_came_later(here:
     assert "3 runs of echo are cancelled." in answer.text
     assert {(await here.read(each)).state for each in ids} == {"cancelled"}
     assert {(await here.read(each)).state for each in (later, other)} == {"pending"}
+
+
+async def test_a_pending_run_that_begins_before_the_change_is_left_out(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = await here.trigger("nap", {"seconds": 3600})
+    genuine = bulk.cancel_these
+
+    async def begin_first(*given: Any) -> list[int]:
+        await here.running.client.post("/actions/nap/resume")
+        await here.attempt(run_id)
+        return await genuine(*given)
+
+    monkeypatch.setattr(bulk, "cancel_these", begin_first)
+    assert "0 runs of nap are cancelled." in await change(here, "/changes/cancel?action=nap&state=pending")
+    assert await here.sql("SELECT cancel_requested_at FROM runs") == [(None,)]
 
 
 async def test_all_running_runs_are_cancelled(here: LocalInstance) -> None:

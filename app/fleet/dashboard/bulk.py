@@ -1,7 +1,8 @@
 """Changing all runs that match a filter: first a page that says what would happen and to how many, then the change.
 
 One request changes at most `MOST` runs, in batches that are transactions of their own, and the answer says whether more
-match. Runs that are triggered after the first page are left out: it has the highest id that may change.
+match. Runs that are triggered after the first page are left out: it has the highest id that may change. Runs that have
+left the state of the filter meanwhile are left out, too: a pending run that was to be cancelled may have begun.
 """
 
 from typing import Literal
@@ -54,11 +55,12 @@ async def change(what: What, request: Request, context: InContext, who: Operator
     async with context.database.autocommit() as connection:
         wanted = await given.selection(connection, namespace)
         assert wanted.action_id is not None
+        assert wanted.state is not None
         async for found in walk(connection, namespace, wanted, batch=BATCH, most=MOST):
             if what == "retry":
                 done = await retry_these(connection, namespace, wanted.action_id, found.ids)
             else:
-                ids = await cancel_these(connection, namespace, wanted.action_id, found.ids)
+                ids = await cancel_these(connection, namespace, wanted.action_id, wanted.state, found.ids)
                 context.stream.relay.notify(CHANGED, ids)
                 done = Retried(len(ids), 0)
             many, left_out = many + done.many, left_out + done.left_out

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from app.fleet.db.namespace import Namespace, Statement
 from app.fleet.db.pool.pool import Connection
+from app.fleet.db.pool.statements import fetch
 from app.fleet.errors import RunNotReady
 from app.fleet.runs.effects.notifications import notify_sql
+from app.fleet.runs.effects.states import RunState
 from app.fleet.runs.end import FEED_INSERT_ENDED, INSERT_FINISHED, NEXT_OF_ORDERED
 from app.fleet.runs.read.records import ACTIVE_COLUMNS, FINISHED_COLUMNS, RunRecord, change, find
 
@@ -101,12 +103,9 @@ async def cancel_run(connection: Connection, namespace: Namespace, run_id: int) 
 
 
 async def cancel_these(
-    connection: Connection, namespace: Namespace, action_id: int, run_ids: Sequence[int]
+    connection: Connection, namespace: Namespace, action_id: int, state: RunState, run_ids: Sequence[int]
 ) -> list[int]:
-    """Cancel these runs of an action; return the ids of those that were pending or running."""
+    """Cancel these runs of an action; return the ids of those that were in this state, `pending` or `running`."""
+    statement = CANCEL_THESE_PENDING if state is RunState.PENDING else CANCEL_THESE_RUNNING
     values = {"action": action_id, "ids": list(run_ids)}
-    rows: list[tuple[int]] = []
-    # In this order: a run that is claimed between the two statements is found by the second one.
-    for statement in (CANCEL_THESE_PENDING, CANCEL_THESE_RUNNING):
-        rows += await (await connection.execute(namespace.sql(statement), values)).fetchall()
-    return [row[0] for row in rows]
+    return [row[0] for row in await fetch(connection, namespace.sql(statement), values)]
