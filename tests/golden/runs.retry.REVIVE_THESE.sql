@@ -2,7 +2,7 @@ WITH back AS (
     DELETE FROM "flotilla".finished_runs WHERE id = ANY (ARRAY(
         SELECT f.id
         FROM "flotilla".finished_runs AS f
-        WHERE f.id = ANY (%(ids)s::int8[]) AND f.action_id = %(action)s AND f.state IN ('failed', 'cancelled')
+        WHERE f.id = ANY (%(ids)s::int8[]) AND f.action_id = %(action)s AND f.state = %(state)s
           AND f.expires_at > 'epoch'
         ORDER BY f.id
         LIMIT %(most)s

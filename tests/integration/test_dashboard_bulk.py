@@ -9,7 +9,9 @@ import pytest
 
 from app.fleet.api_keys import make_key
 from app.fleet.dashboard import bulk
+from app.fleet.runs.cancel import cancel_these
 from app.fleet.runs.read import alike, matching
+from app.fleet.runs.retry import Retried, retry_these
 from tests.integration.test_dashboard import alert, get, post, sign_in, unhurried, value_of
 from tests.support.runs import LocalInstance, local_instance
 
@@ -252,12 +254,11 @@ async def test_a_pending_run_that_begins_before_the_change_is_left_out(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = await here.trigger("nap", {"seconds": 3600})
-    genuine = bulk.cancel_these
 
     async def begin_first(*given: Any) -> list[int]:
         await here.running.client.post("/actions/nap/resume")
         await here.attempt(run_id)
-        return await genuine(*given)
+        return await cancel_these(*given)
 
     monkeypatch.setattr(bulk, "cancel_these", begin_first)
     assert "0 runs of nap are cancelled." in await change(here, "/changes/cancel?action=nap&state=pending")
@@ -272,6 +273,20 @@ async def test_all_running_runs_are_cancelled(here: LocalInstance) -> None:
     answer = await change(here, "/changes/cancel?action=nap&state=running")
     assert "2 runs of nap will be cancelled as soon as their action lets them." in answer
     assert {(await here.ended(each)).state for each in ids} == {"cancelled"}
+
+
+async def test_a_failed_run_that_is_cancelled_before_the_change_stays_cancelled(
+    here: LocalInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await insert(here, (1, 2))
+
+    async def cancel_first(*given: Any) -> Retried:
+        await here.sql("UPDATE finished_runs SET state = 'cancelled' WHERE id = 1 RETURNING 1")
+        return await retry_these(*given)
+
+    monkeypatch.setattr(bulk, "retry_these", cancel_first)
+    assert "1 run of echo is pending again." in await change(here, "/changes/retry?action=echo&state=failed")
+    assert await states(here) == {"pending": 1, "cancelled": 1}
 
 
 async def test_a_change_has_a_limit_and_says_whether_more_runs_match(

@@ -58,7 +58,7 @@ async def change(what: What, request: Request, context: InContext, who: Operator
         assert wanted.state is not None
         async for found in walk(connection, namespace, wanted, batch=BATCH, most=MOST):
             if what == "retry":
-                done = await retry_these(connection, namespace, wanted.action_id, found.ids)
+                done = await retry_these(connection, namespace, wanted.action_id, wanted.state, found.ids)
             else:
                 ids = await cancel_these(connection, namespace, wanted.action_id, wanted.state, found.ids)
                 context.stream.relay.notify(CHANGED, ids)

@@ -97,7 +97,7 @@ REVIVE_THESE = Statement(
         """id = ANY (ARRAY(
         SELECT f.id
         FROM {schema}.finished_runs AS f
-        WHERE f.id = ANY (%(ids)s::int8[]) AND f.action_id = %(action)s AND f.state IN ('failed', 'cancelled')
+        WHERE f.id = ANY (%(ids)s::int8[]) AND f.action_id = %(action)s AND f.state = %(state)s
           AND f.expires_at > 'epoch'
         ORDER BY f.id
         LIMIT %(most)s
@@ -198,9 +198,11 @@ async def retry_one_of(connection: Connection, namespace: Namespace, values: dic
     return Retried(many, max(found - many, 0))
 
 
-async def retry_these(connection: Connection, namespace: Namespace, action_id: int, run_ids: Sequence[int]) -> Retried:
-    """Retry these runs of an action, in one transaction; leave out those that cannot be tried again."""
-    values = {"action": action_id, "ids": list(run_ids), "most": len(run_ids)}
+async def retry_these(
+    connection: Connection, namespace: Namespace, action_id: int, state: RunState, run_ids: Sequence[int]
+) -> Retried:
+    """Retry those of these runs of an action that are in this state, `failed` or `cancelled`, in one transaction."""
+    values = {"action": action_id, "ids": list(run_ids), "state": state, "most": len(run_ids)}
     ((overlap_option,),) = await fetch(connection, namespace.sql(OVERLAP), {"action": action_id})
     if overlap_option != "skip":
         ((many, _),) = await fetch(connection, namespace.sql(REVIVE_THESE), values)
