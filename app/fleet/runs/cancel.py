@@ -1,8 +1,9 @@
 """How a run is cancelled on request: at once while it is pending, by its instance while it is running.
 
 The statements are sent in autocommit mode: no lock on a row outlives its statement. Those for one run return the run as
-they have changed it; those for many return ids, and skip rows that another transaction has locked. For a running run, the row keeps the request, and a notification makes it quick. If the notification is lost,
-the instance finds the request in its next reconciliation; if the run becomes pending meanwhile, it ends as cancelled.
+they have changed it; those for many return ids, and skip rows that another transaction has locked. For a running run,
+the row keeps the request, and a notification makes it quick. If the notification is lost, the instance finds the
+request in its next reconciliation; if the run becomes pending meanwhile, it ends as cancelled.
 """
 
 from collections.abc import Sequence
