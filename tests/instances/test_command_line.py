@@ -147,6 +147,11 @@ def test_version_prints_the_version_of_the_checkout() -> None:
     assert run("version").stdout.startswith(f"flotilla {__version__} (Python 3.")
 
 
+def test_psql_says_when_it_is_not_installed(address: str) -> None:
+    done = run("psql", address=address, env={"PATH": "/nowhere"})
+    assert (done.returncode, "psql is not installed" in done.stderr) == (1, True)
+
+
 def test_key_prints_a_valid_key_and_a_settings_line_without_that_key(fleet: Fleet) -> None:
     made = run("key", "ops", "--scope", "read").stdout.splitlines()
     key, line = made[1].strip(), made[3].strip()

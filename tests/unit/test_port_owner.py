@@ -22,5 +22,14 @@ def test_the_process_that_listens_on_a_port_is_named(family: socket.AddressFamil
     assert port_owner(port) is None
 
 
+def test_a_password_in_the_command_is_hidden(tmp_path: Path) -> None:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "tcp").write_text("header\n0: 0100007F:0050 00000000:0000 0A 0:0 0:0 0 0 0 4711 1\n")
+    (tmp_path / "17" / "fd").mkdir(parents=True)
+    (tmp_path / "17" / "fd" / "3").symlink_to("socket:[4711]")
+    (tmp_path / "17" / "cmdline").write_bytes(b"server\0--password=hunter2\0")
+    assert port_owner(80, tmp_path) == "pid 17: server --password=***"
+
+
 def test_a_system_without_these_files_names_nobody(tmp_path: Path) -> None:
     assert port_owner(80, tmp_path) is None

@@ -14,6 +14,7 @@ from app.fleet.cli.terminal import AsJson, load_settings, write, write_json
 from app.fleet.db import dsn, embedded, migrations, preflight
 from app.fleet.db.migrations import LOCK_TIMEOUT
 from app.fleet.db.namespace import Namespace
+from app.fleet.errors import FleetError
 from app.fleet.telemetry import logs
 
 # The environment variables of libpq for the parts of an address.
@@ -47,7 +48,11 @@ def psql(
     """Open psql on the database of the service, with the tables of the namespace in the search path."""
     settings = load_settings()
     given = conninfo_to_dict(dsn.resolve(settings).direct)
-    program = shutil.which("psql") or str(embedded.Server(settings.embedded_dir).binaries / "psql")
+    program = shutil.which("psql")
+    if program is None:
+        if not settings.embedded:
+            raise FleetError("psql is not installed: install the client programs of PostgreSQL")
+        program = str(embedded.Server(settings.embedded_dir).binaries / "psql")
     # In the environment, not as an argument: other users of the machine can see the arguments of a process.
     os.environ.update(
         {variable: str(given[name]) for name, variable in OF_LIBPQ.items() if given.get(name) is not None}

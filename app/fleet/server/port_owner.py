@@ -1,7 +1,12 @@
-"""Which process listens on a port of this machine: for the text that says that the port is taken. Linux only."""
+"""Which process listens on a port of this machine: for the text that says that the port is taken. Linux only.
+
+The command is redacted, because its arguments may contain a password.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
+
+from app.fleet.telemetry.redaction import redact
 
 LISTENING = "0A"
 # Characters of the command.
@@ -15,7 +20,7 @@ def port_owner(port: int, proc: Path = Path("/proc")) -> str | None:
         try:
             if any(str(each.readlink()) in sockets for each in (process / "fd").iterdir()):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"pid {process.name}: {command[:SHOWN]}"
+                return f"pid {process.name}: {redact(command)[:SHOWN]}"
         except OSError:
             # It belongs to another user, or has ended meanwhile.
             continue
