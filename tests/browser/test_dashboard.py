@@ -20,6 +20,11 @@ READ, ADMIN = make_key("bob", "read"), make_key("root", "admin")
 KEYS = f"{READ[1]},{ADMIN[1]}"
 PAGES = ("", "/actions", "/actions/weigh", "/runs", "/errors", "/coordination", "/charts", "/charts?span=day")
 AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text()
+HELD = """
+INSERT INTO flotilla.service_locks (name, token, instance_id, instance, hostname, pid, ttl, acquired_at, renewed_at,
+                                    expires_at)
+SELECT %s, 1, id, name, hostname, pid, '1 h', now(), now(), now() + interval '1 h' FROM flotilla.instances
+"""
 PHONE = {"width": 375, "height": 700}
 
 expect.set_options(timeout=BOUND)
@@ -203,6 +208,20 @@ def test_a_lock_is_released_with_a_reason(fleet: Fleet, browser: Browser) -> Non
         expect(page.get_by_role("cell", name="trial", exact=True)).to_have_count(0)
         assert "loses the lock trial at once" in asked[0]
     assert instance.ended(run_id)["result"] == "another held it"
+
+
+def test_the_reason_that_somebody_types_for_a_lock_does_not_become_that_of_another(
+    fleet: Fleet, browser: Browser
+) -> None:
+    (instance,) = fleet.start()
+    with visitor(browser, instance.url) as page, psycopg.connect(fleet.address, autocommit=True) as session:
+        for name in ("first", "second"):
+            session.execute(HELD, [name])
+        page.goto("/dashboard/coordination")
+        page.get_by_label("Why first is released").fill("its holder hangs")
+        session.execute("DELETE FROM flotilla.service_locks WHERE name = 'first'")
+        expect(page.get_by_role("cell", name="first", exact=True)).to_have_count(0)
+        expect(page.get_by_label("Why second is released")).to_have_value("")
 
 
 def test_a_run_is_cancelled(fleet: Fleet, browser: Browser) -> None:

@@ -25,8 +25,9 @@ function say(text) {
 
 // -- changing what is different -----------------------------------------------------------------------------------------
 
+// An element with another id is another thing: what a viewer has typed for one lock must not become the text of the next.
 function merge(present, next) {
-  if (present.nodeType !== next.nodeType || present.nodeName !== next.nodeName) {
+  if (present.nodeType !== next.nodeType || present.nodeName !== next.nodeName || present.id !== next.id) {
     present.replaceWith(next.cloneNode(true));
     return;
   }
