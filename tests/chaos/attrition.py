@@ -161,7 +161,8 @@ class Producer:
             except httpx.TransportError:
                 pass
             else:
-                if answer.status_code == 202:
+                # 200: the runs exist already, because the answer to an earlier attempt was lost.
+                if answer.status_code in {200, 202}:
                     break
                 assert answer.status_code >= 500, answer.text
             # Sooner than `Retry-After` says, because the time until the service is back is measured.

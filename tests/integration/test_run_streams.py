@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import psycopg
@@ -326,13 +326,25 @@ async def test_followed_runs_are_read_again_after_the_link_was_lost(
 ) -> None:
     monkeypatch.setattr("app.fleet.stream.hub.POLL_INTERVAL", 1e6)
     async with local_instance(address) as here:
+        hub = here.running.context.stream.hub
         monkeypatch.setattr(here.running.context.stream.relay, "notify", lambda *_: None)
-        monkeypatch.setattr(here.running.context.stream.hub, "on_pending", lambda _: None)
+        monkeypatch.setattr(hub, "on_pending", lambda _: None)
+        new_pages, was_read = hub.reader.new_pages, asyncio.Event()
+
+        async def read(afters: Mapping[int, int]) -> dict[int, EventPage]:
+            pages = await new_pages(afters)
+            if 2 in afters.values():
+                was_read.set()
+            return pages
+
+        monkeypatch.setattr(hub.reader, "new_pages", read)
         run_id = await here.trigger("nap", {"seconds": 600})
         await here.attempt(run_id)
         events: list[StoredEvent] = []
         reading = asyncio.create_task(collect(here, run_id, events=events))
         await soon(lambda: has_received(events, 2))
+        # A new follower makes the hub read again, after both events. That read could still find the cancellation.
+        await was_read.wait()
         await cancel(here, run_id)
         await here.ended(run_id)
         assert not reading.done()
