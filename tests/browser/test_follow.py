@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, Request, Route
 from app.fleet.api_keys import make_key
 from tests.support.browser import chromium, visitor
 from tests.support.fleet import Fleet, InstanceProcess
-from tests.support.guides import follow_js
+from tests.support.guides import follow_js, program
 from tests.support.postgres import eventually
 from tests.support.proxy import Proxy
 
@@ -119,3 +119,42 @@ def test_leaving_the_loop_closes_the_connection(fleet: Fleet, browser: Browser) 
         first = "async ([url, key]) => { for await (const { event } of follow(url, key)) return event; }"
         assert page.evaluate(first, [f"/runs/{run_id}/events", READ[0]]) == "state"
         eventually(lambda: "flotilla_streams 0.0" in instance.client.get("/metrics").text)
+
+
+# What a page does with the events of the guide's examples.
+SHOW = "window.shown = []; window.show = (...event) => shown.push(event); window.key = 'none';"
+
+
+@pytest.fixture
+def instance(address: str, tmp_path: Path) -> Iterator[InstanceProcess]:
+    """An instance without keys: an EventSource cannot send one."""
+    with Fleet(address, tmp_path, FLOTILLA_ACTIONS="tests.support.trial_actions") as own:
+        (started,) = own.start()
+        yield started
+
+
+def test_the_event_source_of_the_guide_shows_each_event_until_the_end(
+    instance: InstanceProcess, browser: Browser
+) -> None:
+    run_id = instance.trigger("chatter", {"count": 3, "pause": 0.01})["id"]
+    with visitor(browser, instance.url) as page:
+        page.goto("/problems")
+        page.evaluate(SHOW)
+        page.add_script_tag(content=program("follow-runs", "js", "new EventSource("))
+        page.evaluate("run => follow(run)", run_id)
+        eventually(lambda: page.evaluate("shown.at(-1)?.[0].data.state") == "succeeded")
+        states = [event for (event,) in page.evaluate("shown") if event["kind"] == "state"]
+        assert [event["data"]["state"] for event in states] == ["pending", "running", "succeeded"]
+
+
+def test_the_loop_of_the_guide_shows_each_event_and_ends(instance: InstanceProcess, browser: Browser) -> None:
+    run_id = instance.trigger("chatter", {"count": 3, "pause": 0.01})["id"]
+    loop = program("follow-runs", "js", "for await (const { event, data } of follow(").replace("17", str(run_id), 1)
+    with visitor(browser, instance.url) as page:
+        page.goto("/problems")
+        page.evaluate(SHOW)
+        page.add_script_tag(content=follow_js())
+        page.evaluate(f"async () => {{ {loop} }}")
+        shown = page.evaluate("shown")
+        assert [event for event, _ in shown][:2] == ["state", "state"]
+        assert shown[-1][1]["data"]["state"] == "succeeded"

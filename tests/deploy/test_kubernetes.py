@@ -23,6 +23,7 @@ from app.settings import Settings
 from tests.deploy import custom_resources
 from tests.deploy.declared import ADDRESS, API_KEYS, ROOT, settings_under
 from tests.support.fleet import run
+from tests.support.pages import blocks
 from tests.support.tools import program
 
 NEWEST = kubernetes_validate.latest_version()
@@ -350,6 +351,16 @@ def test_every_pod_has_the_most_restrictive_security_settings(rendered: Rendered
 def test_kubernetes_adds_no_service_variables_to_the_environment(rendered: Rendered) -> None:
     for each in rendered.templates():
         assert each["spec"]["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("page", ["monitor.md", "roles.md", "scale.md"])
+def test_a_component_that_a_guide_inserts_is_one_that_is_rendered_here(page: str) -> None:
+    (block,) = (each for each in blocks(ROOT / "docs" / "guides" / page) if each.language == "yaml")
+    overlay = ROOT / "k8s" / "overlays" / "production"
+    for component in yaml.safe_load(block.text)["components"]:
+        path = (overlay / component).resolve()
+        assert (path / "kustomization.yaml").exists()
+        assert path.name in COMPONENTS
 
 
 def test_every_image_has_a_fixed_tag(rendered: Rendered) -> None:

@@ -1,16 +1,15 @@
 """The privileges of docs/guides/deploy.md are enough to run an instance, and not enough to change the schema."""
 
-import re
-
 import psycopg
 import pytest
 
 from tests.deploy.declared import ROOT
 from tests.support.fleet import Fleet, run
+from tests.support.pages import blocks
 from tests.support.postgres import Postgres, eventually
 
-FIRST_OF_ALL, LATER = re.findall(
-    r"^```sql\n(.*?)^```$", (ROOT / "docs/guides/deploy.md").read_text(), re.MULTILINE | re.DOTALL
+BEHIND_A_POOLER, FIRST_OF_ALL, LATER = (
+    block.text for block in blocks(ROOT / "docs/guides/deploy.md") if block.language == "sql"
 )
 DATABASE = "flotilla"
 
@@ -29,6 +28,7 @@ def address(request: pytest.FixtureRequest, own_postgres: Postgres) -> str:
             session.execute("CREATE ROLE flotilla_run LOGIN")
             migrate(own_postgres, "administrator")
             session.execute(LATER.encode())
+        session.execute(BEHIND_A_POOLER.encode())
     return own_postgres.address_of(DATABASE, "flotilla_run")
 
 

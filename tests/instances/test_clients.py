@@ -17,6 +17,7 @@ from app.fleet.api_keys import make_key
 from tests.support import fleet as fleets
 from tests.support import guides, tools
 from tests.support.fleet import Fleet, InstanceProcess
+from tests.support.pages import blocks
 from tests.support.postgres import Postgres
 from tests.support.streams import messages
 
@@ -60,6 +61,16 @@ def run(tmp_path: Path) -> Callable[..., str]:
         return done.stdout
 
     return run_here
+
+
+def test_the_commands_of_the_guide_are_those_of_these_tests() -> None:
+    """The tests use other paths, and install nothing."""
+    commands = {block.text for block in blocks(guides.GUIDES / "clients.md") if block.language == "sh"}
+    assert commands == {
+        "flotilla openapi --output openapi.json\n",
+        "openapi-python-client generate --path openapi.json\npip install ./flotilla-client\n",
+        "npx openapi-typescript openapi.json --output flotilla.d.ts\n",
+    }
 
 
 def test_a_generated_python_client(

@@ -1,4 +1,4 @@
-"""The commands for instances, and starts that must be refused with advice."""
+"""The commands for instances, with `psql` of `docs/guides/develop.md`, and starts that must be refused with advice."""
 
 import json
 import os

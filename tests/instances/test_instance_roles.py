@@ -1,4 +1,7 @@
-"""Roles: `web` instances trigger and never execute, `worker` instances execute and serve only probes and metrics."""
+"""Roles: `web` instances trigger and never execute, `worker` instances execute and serve only probes and metrics.
+
+The instances are started with the variable of `docs/guides/roles.md`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

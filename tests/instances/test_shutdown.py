@@ -348,6 +348,7 @@ def test_an_unreachable_database_does_not_delay_the_shutdown(own_postgres: Postg
 def test_a_reload_during_development_does_not_wait_for_load_balancers(
     address: str, tmp_path: Path, command: list[str]
 ) -> None:
+    # The first command is that of docs/guides/develop.md.
     """After a change of a file, the old process ends at once, and a new one becomes ready."""
     watched = tmp_path / "watched"
     watched.mkdir()

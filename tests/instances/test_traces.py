@@ -1,4 +1,7 @@
-"""One trace holds a request, the run that it triggers on another instance, and the run that this one triggers."""
+"""One trace holds a request, the run that it triggers on another instance, and the run that this one triggers.
+
+The variable of `docs/guides/traces.md` switches traces on (`tests/support/otlp.py`).
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

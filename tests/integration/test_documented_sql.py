@@ -13,6 +13,7 @@ pytestmark = pytest.mark.anyio
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [*sorted((DOCS / "runbook").glob("*.md")), *sorted((DOCS / "explanation").glob("*.md"))]
 PAGES.append(DOCS / "reference" / "database.md")
+PAGES += [DOCS / "guides" / name for name in ("ordered-runs.md", "seen-once.md")]
 
 
 def statements() -> list[tuple[str, str]]:
