@@ -30,7 +30,7 @@ from tests.support.tools import program
 
 PAGE = ROOT / "docs" / "start" / "first-action.md"
 NEEDED = ("bash", "curl", "git", "make")
-MAX_STEPS = 9
+MAX_STEPS = 10
 # A process id, a time, a share, a duration, the number of an instance.
 LOOSE = re.compile(r"\d{4,}|\d\d:\d\d:\d\d|\d+(?=%)|\d+\.\d+|(?<=flotilla-)\d+")
 DONE = "-- the shell is done with that --"
@@ -98,7 +98,7 @@ class Reader:
     def write(self, text: str) -> None:
         """Write the file that the first line names, or append to it."""
         where, _, content = text.partition("\n")
-        named = re.fullmatch(r"# (app/\S+\.py)(, at the end)?", where)
+        named = re.fullmatch(r"# ((?:app|tests/mine)/\S+\.py)(, at the end)?", where)
         assert named, f"a python block begins with the name of its file, and not with {where!r}"
         path = self.clone / named[1]
         path.write_text(f"{path.read_text()}\n\n{content}" if named[2] else content)
@@ -188,7 +188,7 @@ def test_every_command_of_the_walkthrough_shows_what_the_page_shows(repository: 
     assert set(started_in(reader.clone)) <= {reader.shell.pid}, "the page leaves something running"
     for check in (["check"], ["format", "--check"]):
         subprocess.run(
-            [sys.executable, "-m", "ruff", *check, "--quiet", "app", "alembic"], cwd=reader.clone, check=True
+            [sys.executable, "-m", "ruff", *check, "--quiet", "app", "alembic", "tests/mine"], cwd=reader.clone, check=True
         )
 
 

@@ -14,7 +14,9 @@ from app.fleet import Action
 from app.fleet.testing import Instance, StoredRun, dies_at
 from app.models import Mailing
 
-MAILING = {"subject": "We sail on Friday", "recipients": [f"sailor-{number}@fleet.example" for number in range(3)]}
+SUBJECT = "We sail on Friday"
+RECIPIENTS = [f"sailor-{number}@fleet.example" for number in range(3)]
+MAILING = {"subject": SUBJECT, "recipients": RECIPIENTS}
 
 
 @pytest.fixture
@@ -113,10 +115,10 @@ async def test_an_unknown_mailing_is_404_and_an_invalid_id_422(instance: Instanc
 async def arrange(instance: Instance) -> Letters:
     """Store a mailing, and return what its run is given."""
     async with instance.transaction() as session:
-        mailing = Mailing(**MAILING)
+        mailing = Mailing(subject=SUBJECT, recipients=RECIPIENTS)
         session.add(mailing)
         await session.flush()
-        return Letters(mailing=mailing.id, **MAILING)
+        return Letters(mailing=mailing.id, subject=SUBJECT, recipients=RECIPIENTS)
 
 
 async def test_each_recipient_receives_the_mailing_once_with_its_own_key(
@@ -124,7 +126,7 @@ async def test_each_recipient_receives_the_mailing_once_with_its_own_key(
 ) -> None:
     run = await instance.run(send_mailing, await arrange(instance))
     assert run.progress == {"done": 1, "text": "3 of 3"}
-    assert delivered == [(each, f"{run.id}-{number}") for number, each in enumerate(MAILING["recipients"])]
+    assert delivered == [(each, f"{run.id}-{number}") for number, each in enumerate(RECIPIENTS)]
 
 
 async def test_an_attempt_continues_after_the_last_recipient_in_the_checkpoint(
@@ -164,7 +166,7 @@ async def test_only_mailings_that_were_sent_long_ago_are_deleted(instance: Insta
 
 
 async def test_old_mailings_are_deleted_every_hour(instance: Instance) -> None:
-    runs = await instance.run_for("3h1m")
+    runs = await instance.run_for("3h1m", forget_mailings)
     assert [(run.action, run.trigger, run.result) for run in runs] == [
         ("forget-mailings", "schedule", {"forgotten": 0})
     ] * 3

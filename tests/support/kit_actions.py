@@ -1,7 +1,6 @@
 """Actions for the tests of the testing kit. Each effect is a row of the table `effects`."""
 
 import asyncio
-from datetime import timedelta
 from typing import Any
 
 from pydantic import BaseModel
@@ -110,6 +109,10 @@ async def log_book(run: Run) -> str:
     return run.scheduled_for.isoformat()
 
 
+@action("only-one", every="1h", overlap="skip")
+async def only_one(_: Run) -> None: ...
+
+
 @action("weekly", cron="0 9 * * 1")
 async def weekly(_: Run) -> None: ...
 
@@ -136,6 +139,3 @@ async def lift(run: Run) -> None:
 @action("again")
 async def again(run: Run) -> None:
     await again.trigger(run.payload)
-
-
-LONG_AGO = timedelta(days=1)

@@ -1,22 +1,26 @@
 """Time in tests: PostgreSQL's clock stays as it is, and everything that waits moves towards it.
 
 `advance` moves the rows that wait for a time by a duration into the past: pending runs (delays of retries, `run_at`),
-schedules, rates of actions, limits, and breakers. What was due in five minutes is due after `advance("5m")`.
+rates of actions, limits, and breakers. What was due in five minutes is due after `advance("5m")`. The worker writes
+the delay of a retry without its random part; the `jitter` of a schedule stays random.
 
-It goes from slot to slot: each slot of a schedule that time passes gets its run at its turn, as in a running cluster,
-and not as a slot that an outage has missed. The real scheduler inserts the runs. A slot is an instant of PostgreSQL's
-clock, so `scheduled_for` is the time at which the test runs, also if the schedule is `cron`.
+Schedules stand still, except those of the actions that the test names: otherwise a week would have ten thousand slots
+of an action that the test is not about. Time goes from slot to slot of these actions, so each of them gets its run at
+its turn, as in a running cluster, and not as a slot that an outage has missed. The real scheduler inserts the runs. A
+slot is an instant of PostgreSQL's clock: `scheduled_for` is about the time at which the test runs, also for `cron`.
 
 Not moved: rows of your own tables, the retention of finished runs and of keys of `once`, leases of locks, and the
 deadline of an attempt that is being executed.
 """
 
-from datetime import datetime, timedelta
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from app.fleet.cluster.member import Member
 from app.fleet.db.namespace import Statement
 from app.fleet.db.pool.pool import Connection, Database
+from app.fleet.db.pool.statements import array
 from app.fleet.db.server_clock import ServerClock
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.catalogue import Catalogue
@@ -31,7 +35,9 @@ MOVE = Statement("""
 WITH waiting AS (
     UPDATE {schema}.runs SET run_at = run_at - %(by)s WHERE state = 'pending'
 ), scheduled AS (
-    UPDATE {schema}.actions SET next_run_at = next_run_at - %(by)s, rate_used_until = rate_used_until - %(by)s
+    UPDATE {schema}.actions
+    SET next_run_at = CASE WHEN id = ANY (%(actions)s) THEN next_run_at - %(by)s ELSE next_run_at END,
+        rate_used_until = rate_used_until - %(by)s
 ), limited AS (
     UPDATE {schema}.limits SET used_until = used_until - %(by)s
 )
@@ -49,9 +55,8 @@ ORDER BY next_run_at, id
 LIMIT 1
 """)
 
-SET_SLOT = Statement("""
-UPDATE {schema}.actions SET next_run_at = coalesce(%(slot)s, clock_timestamp()) WHERE id = %(action)s
-""")
+SET_SLOT = Statement("UPDATE {schema}.actions SET next_run_at = %(slot)s WHERE id = %(action)s")
+SLOT_IS_NOW = Statement("UPDATE {schema}.actions SET next_run_at = clock_timestamp() WHERE id = %(action)s")
 
 # The time until the first run is due that waits for a later time.
 NEXT_RUN = Statement("""
@@ -72,36 +77,38 @@ class TestClock:
         self._sql = database.namespace.sql
         self._member = member
         self._catalogue = catalogue
-        # How far the rows have been moved in all.
-        self._moved = timedelta()
+        # How far the next slot of each action was moved in all.
+        self._moved: dict[int, timedelta] = {}
 
-    async def make_due(self, action: Action[Any], slot: datetime | None) -> None:
-        """Insert the run of a slot of an action: of this one, or of one that is due now."""
-        if action.schedule is None:
-            raise EngineError(f"the action {action.name!r} has no schedule: use `run` or `trigger`")
+    async def make_due(self, action: Action[Any]) -> None:
+        """Insert the run of a slot that is due now."""
         async with self._database.autocommit() as connection:
-            values = {"action": self._catalogue.id_of(action.name), "slot": slot}
-            await connection.execute(self._sql(SET_SLOT), values)
+            values = {"action": self._catalogue.id_of(scheduled(action).name)}
+            await connection.execute(self._sql(SLOT_IS_NOW), values)
         await self._insert_slot(action)
 
-    async def advance(self, by: timedelta) -> timedelta:
-        """Move time up to the next slot, but at most so far, and insert the run of the slot; return what is left."""
+    async def advance(self, by: timedelta, actions: Sequence[Action[Any]]) -> timedelta:
+        """Let time pass up to the next slot of these actions, but at most so long, and insert its run; return the rest.
+
+        Schedules of other actions stand still.
+        """
+        ids = [self._catalogue.id_of(scheduled(each).name) for each in actions]
         async with self._database.autocommit() as connection:
-            due = {"actions": self._catalogue.ids}
-            row = await (await connection.execute(self._sql(NEXT_SLOT), due)).fetchone()
+            row = await (await connection.execute(self._sql(NEXT_SLOT), {"actions": ids})).fetchone()
             if row is None or row[2] > by:
-                await self._move(connection, by)
+                await self._move(connection, by, ids)
                 return timedelta()
             name, slot, left = row
             step: timedelta = max(left, timedelta())
-            await self._move(connection, step)
+            await self._move(connection, step, ids)
             action = self._catalogue[name]
             await self._insert_slot(action)
-            if action.schedule is not None:
-                # The scheduler has computed the next slot at PostgreSQL's time, which has not moved.
-                following = action.schedule.after(slot - step + self._moved) - self._moved
-                values = {"action": self._catalogue.id_of(name), "slot": following}
-                await connection.execute(self._sql(SET_SLOT), values)
+            assert action.schedule is not None
+            # The scheduler has computed the next slot at PostgreSQL's time, which has not moved.
+            action_id = self._catalogue.id_of(name)
+            moved = self._moved[action_id]
+            values = {"action": action_id, "slot": action.schedule.after(slot - step + moved) - moved}
+            await connection.execute(self._sql(SET_SLOT), values)
         return by - step
 
     async def until_next_run(self) -> timedelta | None:
@@ -116,9 +123,10 @@ class TestClock:
         async with self._database.autocommit() as connection:
             await connection.execute(self._sql(FREE_RATE), {"action": action})
 
-    async def _move(self, connection: Connection, by: timedelta) -> None:
-        self._moved += by
-        await connection.execute(self._sql(MOVE), {"by": by})
+    async def _move(self, connection: Connection, by: timedelta, actions: Sequence[int]) -> None:
+        for action_id in actions:
+            self._moved[action_id] = self._moved.get(action_id, timedelta()) + by
+        await connection.execute(self._sql(MOVE), {"by": by, "actions": array(actions)})
 
     async def _insert_slot(self, action: Action[Any]) -> None:
         """Have the scheduler look at this action alone."""
@@ -129,3 +137,9 @@ class TestClock:
             await scheduler.schedule_due()
         finally:
             await scheduler.close()
+
+
+def scheduled(action: Action[Any]) -> Action[Any]:
+    if action.schedule is None:
+        raise EngineError(f"the action {action.name!r} has no schedule: use `run` or `trigger`")
+    return action

@@ -22,6 +22,7 @@ from app.fleet.duration import Duration
 from app.fleet.edge.context import Context
 from app.fleet.engine.actions.action import Action
 from app.fleet.engine.actions.run import P
+from app.fleet.engine.engine import Engine
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import EngineError
 from app.fleet.runs import retry
@@ -58,7 +59,7 @@ class Instance:
         self.client = client
         self._context: Context = app.state.fleet
         self._database: Database = self._context.database
-        self._engine = self._context.engine
+        self._engine: Engine = self._context.engine
         self._clock = TestClock(self._database, self._context.member, self._engine.catalogue)
         self._worker: Worker | None = None
         # Those that have died, or have been overtaken.
@@ -115,16 +116,12 @@ class Instance:
             await self._clock.free_rate(run.action)
             async with self._database.autocommit() as connection:
                 await retry.retry_run(connection, self._database.namespace, run_id)
-            await self.attempt(run_id, left.pop(0) if left else None)
+            await self._attempt(run_id, left)
         raise EngineError(f"run {run_id} has not ended after {MAX_ATTEMPTS} attempts")
 
     async def attempt(self, run_id: int, fault: Fault | None = None) -> StoredRun:
         """Execute one attempt of a run that is due; return the run as the attempt leaves it."""
-        worker = await self._living_worker()
-        row = await worker.claim(run_id)
-        if row is None:
-            raise EngineError(f"run {run_id} cannot be executed now: {await self._why_not(run_id)}")
-        await self._execute(worker, row, fault)
+        await self._attempt(run_id, [] if fault is None else [fault])
         return await self.read(run_id)
 
     async def run_due(self) -> list[StoredRun]:
@@ -135,7 +132,7 @@ class Instance:
             if len(executed) > MAX_ATTEMPTS:
                 name = self._engine.catalogue.of_id(row[ACTION])
                 raise EngineError(f"more than {MAX_ATTEMPTS} attempts were due, the last one of {name!r}")
-            await self._execute(worker, row, None)
+            await self._execute(worker, row, [])
         return await read_runs(self._database, executed)
 
     async def read(self, run_id: int) -> StoredRun:
@@ -164,32 +161,35 @@ class Instance:
 
     async def schedule(self, action: Action[Any] | str) -> StoredRun:
         """Let the next slot of a scheduled action be due now, and return its run. It is not executed."""
-        known = set(await find_ids(self._database, name_of(action)))
-        await self._clock.make_due(self._engine.catalogue[name_of(action)], None)
-        new = [each for each in await find_ids(self._database, name_of(action)) if each not in known]
+        declared = self._declared(action)
+        known = set(await find_ids(self._database, declared.name))
+        await self._clock.make_due(declared)
+        new = [each for each in await find_ids(self._database, declared.name) if each not in known]
         if not new:
             raise EngineError(
-                f'the slot of {name_of(action)!r} has made no run: the action is paused, or has overlap="skip" and a '
-                f"run of it is active"
+                f'the slot of {declared.name!r} has no run: the action is paused, or has overlap="skip" and a run of '
+                f"it is active"
             )
         return await self.read(new[-1])
 
-    async def advance(self, by: Duration) -> None:
-        """Let time pass: slots of schedules get their runs, and delays pass. Nothing is executed."""
+    async def advance(self, by: Duration, *scheduled: Action[Any] | str) -> None:
+        """Let time pass: delays pass, and each slot of these scheduled actions gets its run. Nothing is executed."""
+        actions = [self._declared(each) for each in scheduled]
         left, slots = length(by), 0
         while left:
-            left = await self._clock.advance(left)
+            left = await self._clock.advance(left, actions)
             slots += 1
             check_slots(slots, by)
 
-    async def run_for(self, by: Duration) -> list[StoredRun]:
+    async def run_for(self, by: Duration, *scheduled: Action[Any] | str) -> list[StoredRun]:
         """Let time pass, and execute everything at the time at which it is due; return the runs in their order."""
+        actions = [self._declared(each) for each in scheduled]
         left, slots = length(by), 0
         executed = await self.run_due()
         while left:
             wait = await self._clock.until_next_run()
             step = left if wait is None else min(wait, left)
-            left = left - step + await self._clock.advance(step)
+            left = left - step + await self._clock.advance(step, actions)
             slots += 1
             check_slots(slots, by)
             executed += await self.run_due()
@@ -204,8 +204,16 @@ class Instance:
             self._worker = worker
         return self._worker
 
-    async def _execute(self, worker: Worker, row: Row, fault: Fault | None) -> None:
-        """Execute the attempt of a claimed run, up to its end or its fault."""
+    async def _attempt(self, run_id: int, faults: list[Fault]) -> None:
+        worker = await self._living_worker()
+        row = await worker.claim(run_id)
+        if row is None:
+            raise EngineError(f"run {run_id} cannot be executed now: {await self._why_not(run_id)}")
+        await self._execute(worker, row, faults)
+
+    async def _execute(self, worker: Worker, row: Row, faults: list[Fault]) -> None:
+        """Execute the attempt of a claimed run, up to its end or to the first of these faults, which is removed."""
+        fault = faults.pop(0) if faults else None
         watch = worker.begin(row, fault)
         struck = asyncio.ensure_future(watch.struck.wait())
         ended = asyncio.ensure_future(worker.until_ended(row))
@@ -222,12 +230,14 @@ class Instance:
             if fault.kind == "death":
                 await worker.die(row[0])
             else:
-                await self._overtake(worker, row[0], watch, ended)
+                await self._overtake(worker, row[0], watch, ended, faults)
         finally:
             struck.cancel()
             ended.cancel()
 
-    async def _overtake(self, worker: Worker, run_id: int, watch: Watch, ended: "asyncio.Future[None]") -> None:
+    async def _overtake(
+        self, worker: Worker, run_id: int, watch: Watch, ended: "asyncio.Future[None]", faults: list[Fault]
+    ) -> None:
         """Let another attempt have the run, and this one continue and end. Then the other one is executed."""
         await worker.lose(run_id)
         successor = await self._living_worker()
@@ -237,7 +247,7 @@ class Instance:
             raise AssertionError(f"no other attempt can have run {run_id} at {watch.points[-1]}: {why}")
         watch.resume()
         await ended
-        await self._execute(successor, row, None)
+        await self._execute(successor, row, faults)
 
     async def _why_not(self, run_id: int) -> str:
         """Say why a run cannot be claimed."""
@@ -256,6 +266,9 @@ class Instance:
         if seconds > 0:
             return f"it is due in {seconds:.3g} s: `advance` lets time pass, and `execute` does not wait"
         return f"a limit of the action {run.action!r} is reached (`rate` or `concurrency`)"
+
+    def _declared(self, action: Action[Any] | str) -> Action[Any]:
+        return self._engine.catalogue[name_of(action)]
 
     def _has(self, run: StoredRun, payload: Any) -> bool:
         if isinstance(payload, dict):
@@ -301,4 +314,4 @@ def length(by: Duration) -> timedelta:
 
 def check_slots(slots: int, by: Duration) -> None:
     if slots > MAX_SLOTS:
-        raise EngineError(f"more than {MAX_SLOTS} slots and delays are within {by}: advance by less")
+        raise EngineError(f"more than {MAX_SLOTS} slots and delays are within {by}: let less time pass")

@@ -42,6 +42,8 @@ from app.fleet.engine.dispatch.claimant import Claimant
 from app.fleet.engine.engine import Engine
 from app.fleet.engine.enqueue.insert import Triggered
 from app.fleet.engine.enqueue.trigger import Triggers
+from app.fleet.engine.execute.attempt import Attempt
+from app.fleet.engine.execute.failures import usual_delay
 from app.fleet.engine.maintenance import rescuer
 from app.fleet.errors import EngineError
 from app.fleet.lifecycle import Lifecycle
@@ -115,6 +117,7 @@ class Worker:
         self._engine = Engine(
             settings, self.database, self.member, self._catalogue, Lifecycle(), self._stream, self._coordination
         )
+        self._remove_spread()
         self._engine.triggers = WatchedTriggers(self.database, self._catalogue, self._stream.hub)
         # In this context, `trigger`, `once` and `lock` mean this worker.
         self._context = contextvars.copy_context()
@@ -248,6 +251,16 @@ class Worker:
         return replace(action, handler=handle_in_thread if action.blocking else handle)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _remove_spread(self) -> None:
+        """The delay of a retry has a random part, which a test cannot know: write the delay without it."""
+        writer = self._engine.executor.writer
+        retry = writer.retry
+
+        def retry_exactly(attempt: Attempt, delay: float | None, error: str) -> None:
+            retry(attempt, usual_delay(attempt) if delay is None else delay, error)
+
+        writer.retry = retry_exactly  # type: ignore[method-assign]
 
     def _before_commit(self, _: Any) -> None:
         """Called by SQLAlchemy before each commit. `run.commit` has its own points."""

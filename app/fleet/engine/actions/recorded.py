@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -23,41 +23,52 @@ from app.fleet.errors import EngineError
 Answer = TypeVar("Answer")
 
 
+class TestOptions(TypedDict, total=False):
+    """The arguments of `Run.for_test`, beside the payload."""
+
+    # The number of the attempt.
+    attempt: int
+    max_attempts: int
+    last_checkpoint: Any
+    ordering_key: str | None
+    trigger: str
+    scheduled_for: datetime | None
+    # What `run.commit` gives its block.
+    session: AsyncSession
+    # The name of the action.
+    action: str
+
+
 class RecordedAttempt:
     """What a handle needs of the engine (`run.Attempt`), in memory."""
 
     ending: None = None
+    payload_text: None = None
 
-    def __init__(
-        self, *, number: int, max_attempts: int, ordering_key: str | None, trigger: str,
-        scheduled_for: datetime | None, session: AsyncSession | None, name: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, **options: Unpack[TestOptions]) -> None:
         self.run_id = self.token = 1
         self.priority = 0
-        self.number = number
-        self.max_attempts = max_attempts
-        self.ordering_key = ordering_key
-        self.trigger = trigger
-        self.scheduled_for = scheduled_for
-        self.payload_text: str | None = None
-        self.checkpoint_text: str | None = None
+        self.number = options.get("attempt", 1)
+        self.max_attempts = options.get("max_attempts", 4)
+        self.ordering_key = options.get("ordering_key")
+        self.trigger = options.get("trigger", "code")
+        self.scheduled_for = options.get("scheduled_for")
+        before = options.get("last_checkpoint")
+        self.checkpoint_text = None if before is None else json.dumps(before)
         self.stopping = asyncio.Event()
         self.checkpoints: list[Any] = []
         self.events: list[tuple[str, Any]] = []
         self.committed = False
-        self._session = session
-        self._name = name
+        self._session = options.get("session")
+        self.name = options.get("action", "test")
 
     @property
     def action(self) -> "RecordedAttempt":
         return self
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def decode(self, _: str | None) -> Any:
-        raise EngineError("this run has no payload: give it with Run.for_test(payload=…)")
+        """The handle has its payload already."""
+        raise NotImplementedError
 
     async def checkpoint(self, text: str) -> None:
         self.checkpoints.append(json.loads(text))
@@ -71,7 +82,12 @@ class RecordedAttempt:
 
     @asynccontextmanager
     async def commit(self, result: Callable[[], str | None]) -> AsyncIterator[AsyncSession]:
-        yield self._own_session("run.commit()")
+        if self._session is None:
+            raise EngineError(
+                "run.commit() needs a database: test this action with the fixture `instance` of app.fleet.testing, or "
+                "give a session with Run.for_test(session=…)"
+            )
+        yield self._session
         result()
         self.committed = True
 
@@ -91,23 +107,14 @@ class RecordedAttempt:
             "app.fleet.testing"
         )
 
-    def _own_session(self, what: str) -> AsyncSession:
-        if self._session is None:
-            raise EngineError(
-                f"{what} needs a database: test this action with the fixture `instance` of app.fleet.testing, or give "
-                f"a session with Run.for_test(session=…)"
-            )
-        return self._session
-
 
 class RecordedRun(Run[P]):
     """A handle that records what an action does with it. `Run.for_test` makes one."""
 
-    def __init__(self, attempt: RecordedAttempt, payload: P | None, last_checkpoint: Any) -> None:
+    def __init__(self, attempt: RecordedAttempt, payload: Any) -> None:
         super().__init__(attempt)
         self._recorded = attempt
         self._payload = {} if payload is None else payload
-        self._last_checkpoint = last_checkpoint
 
     @property
     def checkpoints(self) -> list[Any]:
@@ -123,7 +130,3 @@ class RecordedRun(Run[P]):
     def committed(self) -> bool:
         """Whether a block of `run.commit` has ended without an error; `result` is what it stores."""
         return self._recorded.committed
-
-
-def recorded_run(payload: P | None, last_checkpoint: Any, **attempt: Any) -> RecordedRun[P]:
-    return RecordedRun(RecordedAttempt(**attempt), payload, last_checkpoint)

@@ -21,7 +21,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Unpack, cast, get_args, overload
 
 import pydantic_core
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -33,7 +33,7 @@ from app.fleet.errors import EngineError, NotJson
 from app.fleet.runs.effects.events import LOG, PROGRESS, RESERVED
 
 if TYPE_CHECKING:
-    from app.fleet.engine.actions.recorded import RecordedRun
+    from app.fleet.engine.actions.recorded import RecordedRun, TestOptions
 
 # The type of a run's payload: by default any JSON object.
 P = TypeVar("P", default=dict[str, Any])
@@ -95,34 +95,22 @@ class Run(Generic[P]):
         # What `commit` stores as the result.
         self.result: Any = None
 
+    @overload
     @classmethod
     def for_test(
-        cls,
-        payload: P | None = None,
-        *,
-        attempt: int = 1,
-        max_attempts: int = 4,
-        last_checkpoint: Any = None,
-        ordering_key: str | None = None,
-        trigger: str = "code",
-        scheduled_for: datetime | None = None,
-        session: AsyncSession | None = None,
-        action: str = "test",
-    ) -> "RecordedRun[P]":
-        """Make a handle for a unit test, without a database: it records what the action does."""
-        from app.fleet.engine.actions.recorded import recorded_run
+        cls, payload: dict[str, Any] | None = None, **options: "Unpack[TestOptions]"
+    ) -> "RecordedRun[dict[str, Any]]": ...
 
-        return recorded_run(
-            payload,
-            last_checkpoint,
-            number=attempt,
-            max_attempts=max_attempts,
-            ordering_key=ordering_key,
-            trigger=trigger,
-            scheduled_for=scheduled_for,
-            session=session,
-            name=action,
-        )
+    @overload
+    @classmethod
+    def for_test(cls, payload: P, **options: "Unpack[TestOptions]") -> "RecordedRun[P]": ...
+
+    @classmethod
+    def for_test(cls, payload: Any = None, **options: "Unpack[TestOptions]") -> "RecordedRun[Any]":
+        """Make a handle for a unit test, without a database: it records what the action does (`recorded.py`)."""
+        from app.fleet.engine.actions.recorded import RecordedAttempt, RecordedRun
+
+        return RecordedRun(RecordedAttempt(**options), payload)
 
     def __repr__(self) -> str:
         return f"<Run {self.id} of {self.action!r}, attempt {self.attempt}>"
