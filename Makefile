@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 BENCH_STAMP := .venv/.bench-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test check golden bench chaos image-test lock tools clean
+.PHONY: help setup up down test test-mine check golden bench chaos image-test lock tools clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ down: setup  ## Stop these instances and the embedded PostgreSQL
 # More workers than cores, because tests mostly wait: for timers, for leases, and for processes to start.
 test: setup tools $(if $(CI),$(BENCH_STAMP))  ## Run all tests
 	$(BIN)/python -m pytest --numprocesses 8
+
+test-mine: setup  ## Run the tests of your own code only: tests/mine
+	$(BIN)/python -m pytest -q tests/mine
 
 check: setup  ## Format, lint, types, import contract, documentation, model-migration drift
 	$(BIN)/ruff format --check .

@@ -26,6 +26,7 @@ from tests.support.scheduler import Scheduler
 
 FOLDER = pytest.StashKey[Path]()
 REAPER = pytest.StashKey[Reaper]()
+MINE = Path(__file__).parent / "mine"
 
 
 # A file system in memory, and the space that a run needs at most, with a large reserve.
@@ -106,8 +107,11 @@ def clean_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fork_server() -> Iterator[None]:
-    """Start the instances of tests from a fork server, if it can launch them."""
+def fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start the instances of tests from a fork server, if it can launch them. Tests of `tests/mine` start none."""
+    if all(item.path.is_relative_to(MINE) for item in request.session.items):
+        yield
+        return
     fleets.fork_server = ForkServer()
     yield
     fleets.fork_server.close()

@@ -81,8 +81,8 @@ async def test_a_slot_inserts_no_run_beside_a_run_of_an_open_transaction(here: E
     slot = await here.due(name="alone")
     async with here.database.session() as session:
         made = await trigger(here, session)
-        await asyncio.wait_for(scheduler._schedule(), BOUND)
-    await scheduler._schedule()
+        await asyncio.wait_for(scheduler.schedule_due(), BOUND)
+    await scheduler.schedule_due()
     assert await active(here) == [made]
     assert await here.sql("SELECT next_run_at FROM actions WHERE name = 'alone'") == [(slot + timedelta(hours=1),)]
 
@@ -92,9 +92,9 @@ async def test_a_slot_inserts_its_run_after_the_open_transaction_is_rolled_back(
     slot = await here.due(name="alone")
     async with here.database.session() as session:
         await trigger(here, session)
-        await asyncio.wait_for(scheduler._schedule(), BOUND)
+        await asyncio.wait_for(scheduler.schedule_due(), BOUND)
         await session.rollback()
-    await scheduler._schedule()
+    await scheduler.schedule_due()
     assert await here.slots() == [slot]
 
 
@@ -104,7 +104,7 @@ async def test_an_open_transaction_with_a_trigger_does_not_delay_other_actions(h
     slot = await here.due(name="other")
     async with here.database.session() as session:
         await trigger(here, session)
-        await asyncio.wait_for(scheduler._schedule(), BOUND)
+        await asyncio.wait_for(scheduler.schedule_due(), BOUND)
         assert await here.slots() == [slot]
         # The scheduler reads the action itself again soon, without a notification.
         assert scheduler._due is not None
@@ -118,9 +118,9 @@ async def test_a_locked_action_row_does_not_delay_other_actions(here: EngineHarn
     slot = await here.due(name="other")
     with psycopg.connect(here.address) as holder:
         holder.execute("SELECT FROM flotilla.actions WHERE name = 'alone' FOR NO KEY UPDATE")
-        await asyncio.wait_for(scheduler._schedule(), BOUND)
+        await asyncio.wait_for(scheduler.schedule_due(), BOUND)
         assert await here.slots() == [slot]
-    await scheduler._schedule()
+    await scheduler.schedule_due()
     assert await here.slots() == [late, slot]
 
 
@@ -197,7 +197,7 @@ async def test_concurrent_triggers_slots_and_retries_make_only_one_run_active(he
         old = await insert_failed(here, 4)
         await here.due(name="alone")
         done = await asyncio.gather(
-            *(scheduler._schedule() for scheduler in schedulers),
+            *(scheduler.schedule_due() for scheduler in schedulers),
             in_a_session(),
             here.trigger(Order("alone")),
             retry(here, old[0]),

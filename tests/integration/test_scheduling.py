@@ -32,7 +32,7 @@ async def test_of_many_schedulers_only_one_inserts_the_run_of_a_slot(address: st
         slots = []
         for _ in range(rounds):
             slots.append(await here.due())
-            await asyncio.gather(*(scheduler._schedule() for scheduler in schedulers))
+            await asyncio.gather(*(scheduler.schedule_due() for scheduler in schedulers))
         assert await here.slots() == slots
         assert sum(scheduler.scheduled for scheduler in schedulers) == rounds
 
@@ -81,9 +81,9 @@ async def test_a_slot_that_has_a_run_gets_no_second_one(address: str) -> None:
     async with engine_harness(address, declare(every="1h")) as here:
         scheduler = await here.scheduler()
         slot = await here.due()
-        await scheduler._schedule()
+        await scheduler.schedule_due()
         await here.sql("UPDATE actions SET next_run_at = %s RETURNING 1", slot)
-        await scheduler._schedule()
+        await scheduler.schedule_due()
         assert await here.slots() == [slot]
 
 
@@ -94,9 +94,9 @@ async def test_a_slot_of_a_scheduler_that_dies_before_its_commit_is_scheduled_by
             values = {"actions": here.catalogue.ids, "batch": 10, "kind": Lock.ACTION.key(0)}
             doomed.execute(NAMESPACE.sql(LOCK_DUE), values)
             scheduler = await here.scheduler()
-            await scheduler._schedule()
+            await scheduler.schedule_due()
             assert await here.slots() == []
-        await scheduler._schedule()
+        await scheduler.schedule_due()
         assert await here.slots() == [slot]
 
 
@@ -130,7 +130,7 @@ async def test_the_scheduler_does_not_overwrite_a_schedule_that_has_changed(addr
 async def test_after_an_outage_missed_slots_are_handled_as_misfire_says(address: str, misfire: Any, runs: int) -> None:
     async with engine_harness(address, declare(every="1m", misfire=misfire)) as here:
         slot = await here.due(timedelta(minutes=5, seconds=30))
-        await (await here.scheduler())._schedule()
+        await (await here.scheduler()).schedule_due()
         missed = [slot + timedelta(minutes=number) for number in range(6)]
         assert await here.slots() == missed[6 - runs :]
         assert await here.next_slot() == slot + timedelta(minutes=6)
@@ -139,7 +139,7 @@ async def test_after_an_outage_missed_slots_are_handled_as_misfire_says(address:
 async def test_a_slot_that_is_a_few_seconds_late_is_not_a_misfire(address: str) -> None:
     async with engine_harness(address, declare(every="1m", misfire="skip")) as here:
         slot = await here.due(timedelta(seconds=5))
-        await (await here.scheduler())._schedule()
+        await (await here.scheduler()).schedule_due()
         assert await here.slots() == [slot]
 
 
@@ -148,7 +148,7 @@ async def test_the_slots_of_a_very_long_outage_are_scheduled_in_several_rounds(a
         await here.due(timedelta(seconds=400))
         scheduler = await here.scheduler()
         while await here.next_slot() < datetime.now(UTC):
-            await scheduler._schedule()
+            await scheduler.schedule_due()
         slots = await here.slots()
         assert len(slots) >= 400
         assert {later - sooner for sooner, later in pairwise(slots)} == {timedelta(seconds=1)}
@@ -158,9 +158,9 @@ async def test_overlap_skip_inserts_no_run_beside_an_active_one_and_advances_the
     async with engine_harness(address, declare(every="1m", overlap="skip")) as here:
         scheduler = await here.scheduler()
         first = await here.due()
-        await scheduler._schedule()
+        await scheduler.schedule_due()
         second = await here.due()
-        await scheduler._schedule()
+        await scheduler.schedule_due()
         assert await here.slots() == [first]
         assert await here.next_slot() == second + timedelta(minutes=1)
 
@@ -169,14 +169,14 @@ async def test_a_paused_action_is_not_scheduled(address: str) -> None:
     async with engine_harness(address, declare(every="1m")) as here:
         await here.due()
         await here.sql("UPDATE actions SET paused_at = now() RETURNING 1")
-        await (await here.scheduler())._schedule()
+        await (await here.scheduler()).schedule_due()
         assert await here.slots() == []
 
 
 async def test_jitter_delays_the_run_and_not_the_slot(address: str) -> None:
     async with engine_harness(address, declare(every="1m", jitter="30s")) as here:
         slot = await here.due()
-        await (await here.scheduler())._schedule()
+        await (await here.scheduler()).schedule_due()
         ((scheduled_for, run_at),) = await here.sql("SELECT scheduled_for, run_at FROM runs")
         assert scheduled_for == slot
         assert slot <= run_at <= slot + timedelta(seconds=30)
@@ -189,7 +189,7 @@ async def test_an_action_that_this_instance_does_not_declare_is_not_scheduled(ad
         older.set_ids({"tick": here.catalogue.id_of("tick")})
         here.catalogue = older
         await here.due(name="other")
-        await (await here.scheduler())._schedule()
+        await (await here.scheduler()).schedule_due()
         assert await here.slots() == []
 
 

@@ -64,7 +64,7 @@ class EngineHarness:
 
     async def scheduler(self) -> Scheduler:
         made = Scheduler(self.database, Leader(), self.catalogue, Lifecycle(), ServerClock())  # type: ignore[arg-type]
-        self._stack.push_async_callback(made._connection.close)
+        self._stack.push_async_callback(made.close)
         return made
 
     async def sql(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:

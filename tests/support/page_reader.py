@@ -83,7 +83,7 @@ class Reader:
     def write(self, text: str) -> None:
         """Write the file that the first line names, or append to it."""
         where, _, content = text.partition("\n")
-        named = re.fullmatch(r"# (app/\S+\.py)(, at the end)?", where)
+        named = re.fullmatch(r"# ((?:app|tests/mine)/\S+\.py)(, at the end)?", where)
         assert named, f"a python block begins with the name of its file, and not with {where!r}"
         path = self.clone / named[1]
         path.write_text(f"{path.read_text()}\n\n{content}" if named[2] else content)

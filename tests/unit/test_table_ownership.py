@@ -14,7 +14,7 @@ from app.fleet import sql
 from app.fleet.db.schema import cluster, coordination, engine, once, runs
 
 # From the lowest to the highest, as in the import contract of `pyproject.toml`.
-ROOMS = ("db", "cluster", "coordination", "runs", "stream", "engine", "http", "dashboard", "cli")
+ROOMS = ("db", "cluster", "coordination", "runs", "stream", "engine", "http", "dashboard", "cli", "testing")
 OWNERS = {
     owner: {value.name for value in vars(module).values() if isinstance(value, Table | Sequence)}
     for owner, module in {
@@ -35,6 +35,11 @@ WRITE_EXCEPTIONS = {
     ("engine.dispatch", "actions"): "the scheduler advances the next slot, as above",
     ("engine.enqueue", "run_keys"): "`TAKE_KEYS` takes the keys of new runs; the statement moves to `runs/`",
     ("engine.enqueue", "runs_id_seq"): "the ids of runs with keys are drawn before the runs are inserted",
+    **{
+        ("testing.clock", table): "the clock of a test moves everything that waits; no service executes this"
+        for table in ("runs", "actions", "limits", "breakers")
+    },
+    ("testing.worker", "runs"): "a test that executes one run locks the others for the time of the claim",
     ("http.idempotency", "run_keys"): "the Idempotency-Key of a batch is a row that belongs to no run",
 }
 # (room, table): why its statements name a table of a room above it.

@@ -21,7 +21,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
-from typing import Any, Generic, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Unpack, cast, get_args, overload
 
 import pydantic_core
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -31,6 +31,9 @@ from typing_extensions import TypeVar
 from app.fleet.db.stored_json import why_unreadable
 from app.fleet.errors import EngineError, NotJson
 from app.fleet.runs.effects.events import LOG, PROGRESS, RESERVED
+
+if TYPE_CHECKING:
+    from app.fleet.engine.actions.recorded import RecordedRun, TestOptions
 
 # The type of a run's payload: by default any JSON object.
 P = TypeVar("P", default=dict[str, Any])
@@ -91,6 +94,23 @@ class Run(Generic[P]):
         self._last_checkpoint: Any = UNREAD
         # What `commit` stores as the result.
         self.result: Any = None
+
+    @overload
+    @classmethod
+    def for_test(
+        cls, payload: dict[str, Any] | None = None, **options: "Unpack[TestOptions]"
+    ) -> "RecordedRun[dict[str, Any]]": ...
+
+    @overload
+    @classmethod
+    def for_test(cls, payload: P, **options: "Unpack[TestOptions]") -> "RecordedRun[P]": ...
+
+    @classmethod
+    def for_test(cls, payload: Any = None, **options: "Unpack[TestOptions]") -> "RecordedRun[Any]":
+        """Make a handle for a unit test, without a database: it records what the action does (`recorded.py`)."""
+        from app.fleet.engine.actions.recorded import RecordedAttempt, RecordedRun
+
+        return RecordedRun(RecordedAttempt(**options), payload)
 
     def __repr__(self) -> str:
         return f"<Run {self.id} of {self.action!r}, attempt {self.attempt}>"

@@ -147,32 +147,7 @@ class Scheduler(LoopService):
         self._due = 0.0
         self._wake.set()
 
-    async def _stop(self) -> None:
-        await super()._stop()
-        await self._connection.close()
-
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            self._wake.clear()
-            behind = 0.0 if self._member.leading else self._back_up
-            if self._due is None or not self._may_schedule():
-                await wait_for_event(self._wake, None if self._may_schedule() else BACK_UP)
-            elif (left := self._due + behind - loop.time()) > 0:
-                await wait_for_event(self._wake, left)
-            else:
-                self._due = None
-                async with self._errors.logged():
-                    try:
-                        await self._schedule()
-                    except Exception:
-                        self._due = loop.time()
-                        raise
-
-    def _may_schedule(self) -> bool:
-        return not self._lifecycle.draining.is_set() and self._member.holds() and len(self._catalogue) > 0
-
-    async def _schedule(self) -> None:
+    async def schedule_due(self) -> None:
         """Turn all due slots into runs, batch by batch, and read when the next slot is due."""
         loop = asyncio.get_running_loop()
         async with self._connection.connection() as connection:
@@ -202,6 +177,35 @@ class Scheduler(LoopService):
             self._locked_retry = min(2 * self._locked_retry, MAX_LOCKED_RETRY)
         else:
             self._locked_retry = LOCKED_RETRY
+
+    async def close(self) -> None:
+        """Close the connection of a scheduler that was not started, and whose `schedule_due` was called."""
+        await self._connection.close()
+
+    async def _stop(self) -> None:
+        await super()._stop()
+        await self.close()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            behind = 0.0 if self._member.leading else self._back_up
+            if self._due is None or not self._may_schedule():
+                await wait_for_event(self._wake, None if self._may_schedule() else BACK_UP)
+            elif (left := self._due + behind - loop.time()) > 0:
+                await wait_for_event(self._wake, left)
+            else:
+                self._due = None
+                async with self._errors.logged():
+                    try:
+                        await self.schedule_due()
+                    except Exception:
+                        self._due = loop.time()
+                        raise
+
+    def _may_schedule(self) -> bool:
+        return not self._lifecycle.draining.is_set() and self._member.holds() and len(self._catalogue) > 0
 
     async def _claim_due_without_waiting(self, connection: Connection) -> tuple[int, set[int]]:
         try:

@@ -1,0 +1,1 @@
+UPDATE "flotilla".actions SET rate_used_until = '-infinity' WHERE name = %(action)s

@@ -1,0 +1,1 @@
+SELECT id FROM "flotilla".runs WHERE state = 'pending' AND id <> %(id)s FOR UPDATE SKIP LOCKED
