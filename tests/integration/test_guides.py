@@ -107,7 +107,7 @@ async def test_the_actions_of_the_readme_ship_each_new_order_once(
         return f"label of {order}"
 
     async def new_orders() -> list[types.SimpleNamespace]:
-        return [types.SimpleNamespace(id=str(number), customer="acme") for number in (1, 2)]
+        return [types.SimpleNamespace(id=number, customer="acme") for number in (1, 2)]
 
     shop = guides.stand_in("app.shop", create_label=create_label, new_orders=new_orders)
     monkeypatch.setattr(app, "shop", shop, raising=False)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.unit.test_documentation import DOCS, rows
+from tests.unit.test_documentation import DOCS, ROOT, links, rows
 
 PAGE = DOCS / "comparison.md"
 # The first column of each table names the row, and the second is Flotilla's.
@@ -50,6 +50,12 @@ def test_the_page_says_first_what_another_project_does_better(project: str) -> N
     better, _, _ = better.partition("\n## ")
     (entry,) = re.findall(rf"^- \*\*{project}\*\*(.*?)(?=^- |\Z)", better, re.DOTALL | re.MULTILINE)
     assert REFERENCE.search(entry)
+
+
+def test_the_table_of_the_readme_names_every_project_and_leads_to_the_sources() -> None:
+    named = {name for row in rows(ROOT / "README.md", "Better than Flotilla at") for name in row[""].split(", ")}
+    assert named == {project for table in TABLES for project in table}
+    assert "docs/comparison.md" in links(ROOT / "README.md")
 
 
 @pytest.mark.parametrize("others", TABLES)
