@@ -13,7 +13,8 @@ from app.fleet.edge.auth import needs
 from app.fleet.edge.context import Context
 from app.fleet.edge.middleware import Edge, is_not_traced
 from app.fleet.errors import SettingsError
-from app.fleet.http import actions, events, health, locks, metrics, pages, runs
+from app.fleet.http import actions, events, health, locks, metrics, runs
+from app.fleet.http.front import files, links
 from app.fleet.lifespan import lifespan
 from app.fleet.resources.resource import declared_in
 from app.fleet.settings import FleetSettings
@@ -63,8 +64,8 @@ def create_app(settings: FleetSettings | None = None) -> FastAPI:
         app.include_router(routes.router, dependencies=[Depends(needs())])
         app.include_router(routes.public)
         # The files in app/static, if there are any, and the page of links, unless one of your routes is at `/`.
-        pages.serve_files(app, Path(__file__).parent / "static")
-        app.include_router(pages.router)
+        files.serve(app, Path(__file__).parent / "static")
+        app.include_router(links.router)
     else:
         app.include_router(elsewhere.router)
     return app

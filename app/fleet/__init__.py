@@ -3,7 +3,7 @@
 from app.fleet.coordination.coordination import breaker, limit, lock
 from app.fleet.coordination.locks.held import HeldLock
 from app.fleet.coordination.singletons import singleton
-from app.fleet.edge.callers import Caller
+from app.fleet.edge.callers.caller import Caller
 from app.fleet.engine.actions.action import Action, action
 from app.fleet.engine.actions.run import Run
 from app.fleet.engine.enqueue.following import follow, result

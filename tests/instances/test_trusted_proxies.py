@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from app.fleet.edge.refused_keys import MAX_UNKNOWN_KEYS
+from app.fleet.edge.callers.refused_keys import MAX_UNKNOWN_KEYS
 from tests.support.fleet import Fleet, InstanceProcess, Mode
 
 API_KEYS = "root:admin:" + "0" * 64

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.fleet.api_keys import make_key
-from app.fleet.edge.refused_keys import MAX_UNKNOWN_KEYS
+from app.fleet.edge.callers.refused_keys import MAX_UNKNOWN_KEYS
 from tests.integration.test_edge import is_problem
 from tests.support.fleet import run
 from tests.support.runs import LocalInstance, local_instance, soon

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from app import main, routes
 from app.fleet.api_keys import make_key
-from app.fleet.http import pages
+from app.fleet.http.front import links
 from app.main import create_app
 from app.settings import Settings
 from tests.integration.test_audit import logged
@@ -175,9 +175,9 @@ async def test_the_page_at_the_root_links_to_what_the_service_has(address: str) 
         page = await running.client.get("/")
         assert page.status_code == 200
         assert page.headers["content-type"] == "text/html; charset=utf-8"
-        assert page.headers["content-security-policy"] == pages.POLICY
-        assert Links(page.text).found == list(pages.LINKS)
-        for path in pages.LINKS:
+        assert page.headers["content-security-policy"] == links.POLICY
+        assert Links(page.text).found == list(links.LINKS)
+        for path in links.LINKS:
             assert (await running.client.get(path)).status_code == 200, path
 
 
@@ -185,7 +185,7 @@ async def test_in_production_the_page_needs_no_key_and_links_to_nothing_that_doe
     async with service(address, environment="production", api_keys=LINE, migrate_on_start=True) as running:
         page = await running.client.get("/")
         assert page.status_code == 200
-        assert Links(page.text).found == [path for path in pages.LINKS if path != "/docs"]
+        assert Links(page.text).found == [path for path in links.LINKS if path != "/docs"]
         member = running.context.member
         assert member.identity is not None
         assert member.identity.name not in page.text

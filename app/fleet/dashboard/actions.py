@@ -16,7 +16,7 @@ from app.fleet.dashboard.frame.session import InViewer, may
 from app.fleet.dashboard.frame.shared_reads import shared, shared_reads
 from app.fleet.dashboard.payload_form import payload_fields, payload_of
 from app.fleet.edge.audit import set_subject
-from app.fleet.edge.callers import Caller
+from app.fleet.edge.callers.caller import Caller
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.elsewhere import action_missing_here
 from app.fleet.edge.problems import HttpError

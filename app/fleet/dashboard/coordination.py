@@ -29,7 +29,7 @@ from app.fleet.dashboard.frame.session import InViewer, may
 from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.edge.audit import set_subject
 from app.fleet.edge.auth import name_of
-from app.fleet.edge.callers import Caller
+from app.fleet.edge.callers.caller import Caller
 from app.fleet.edge.context import Context, InContext
 from app.fleet.engine.actions import limited
 from app.fleet.engine.actions.limited import LimitedAction

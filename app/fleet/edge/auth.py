@@ -1,8 +1,8 @@
-"""Authentication: each route requires a caller with a scope (`callers.py`), by an API key or by the service's sign-in.
+"""Authentication: each route requires a caller with a scope (`callers/caller.py`), by a key or the service's sign-in.
 
 In production the service does not start without keys and without a sign-in. In development without them, every route
 is open. Probes are always open, and answer with their status only. Refused keys are counted, and unknown ones limited
-(`refused_keys.py`).
+(`callers/refused_keys.py`).
 
 A sign-in is a function `sign_in` in `app/startup.py`, which returns the `Caller` of a request. It decides for the API
 and for the dashboard. If keys are set too, a request with the header `X-API-Key` is checked with them instead. The
@@ -20,7 +20,7 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from fastapi.security.utils import get_authorization_scheme_param
 
 from app.fleet.api_keys import KEY, Scope, digest
-from app.fleet.edge.callers import ANYONE, Caller
+from app.fleet.edge.callers.caller import ANYONE, Caller
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.cross_site import refuse_cross_site
 from app.fleet.edge.problems import Forbidden, TooManyRequests, Unauthorized, Unavailable

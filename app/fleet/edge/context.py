@@ -11,10 +11,10 @@ from fastapi import Depends, Request
 from app.fleet.cluster.member import Member
 from app.fleet.coordination.coordination import Coordination
 from app.fleet.db.pool.pool import Database
-from app.fleet.edge.callers import SignIn
+from app.fleet.edge.callers.caller import SignIn
+from app.fleet.edge.callers.refused_keys import RefusedKeys
 from app.fleet.edge.problems import Unavailable
 from app.fleet.edge.readiness import Readiness
-from app.fleet.edge.refused_keys import RefusedKeys
 from app.fleet.engine.engine import Engine
 from app.fleet.errors import FleetError, SettingsError
 from app.fleet.lifecycle import Lifecycle

@@ -31,7 +31,7 @@ from app.fleet.dashboard.frame import wording
 from app.fleet.dashboard.frame.forms import PATH, form_token, keep_token
 from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.db.pool.pool import Connection
-from app.fleet.edge.callers import Caller
+from app.fleet.edge.callers.caller import Caller
 from app.fleet.edge.context import Context
 from app.fleet.edge.error_handlers import HANDLERS
 from app.fleet.edge.problems import NotFound

@@ -28,7 +28,7 @@ from app.fleet.api_keys import KEY, Scope, digest
 from app.fleet.dashboard.frame.forms import PATH, check_form, fields, set_cookie
 from app.fleet.dashboard.frame.page import SignInNeeded, new_router, show
 from app.fleet.edge.auth import caller_of_key, caller_of_line, find_caller, line_of
-from app.fleet.edge.callers import ANYONE, Caller
+from app.fleet.edge.callers.caller import ANYONE, Caller
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.problems import SAFE_METHODS, Forbidden, Unauthorized
 from app.fleet.settings import FleetSettings, passwords
