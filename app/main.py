@@ -1,6 +1,7 @@
 """The application: `create_app` puts the fleet and your routes together."""
 
 import sys
+from pathlib import Path
 
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
@@ -13,7 +14,10 @@ from app.fleet.edge.context import Context
 from app.fleet.edge.middleware import Edge, is_not_traced
 from app.fleet.errors import SettingsError
 from app.fleet.http import actions, events, health, locks, metrics, runs
+from app.fleet.http.front import files, links
 from app.fleet.lifespan import lifespan
+from app.fleet.resources.resource import declared_in
+from app.fleet.settings import FleetSettings
 from app.fleet.telemetry import logs, tracing
 from app.settings import Settings
 
@@ -25,9 +29,9 @@ class Service(FastAPI):
         return Edge(super().build_middleware_stack(), self.state.fleet)
 
 
-def create_app(settings: Settings | None = None) -> FastAPI:
-    # Imported here, so that an invalid action is reported like an invalid setting (see below).
-    from app import routes
+def create_app(settings: FleetSettings | None = None) -> FastAPI:
+    # Imported here, so that an invalid action or resource is reported like an invalid setting (see below).
+    from app import routes, startup
 
     settings = settings or Settings.load()
     logs.set_up(as_json=settings.logs_as_json, level=settings.log_level, namespace=settings.namespace)
@@ -46,9 +50,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         # Its own handlers of errors would send their texts, which may have secrets.
         telemetry={"auto_configure": True, "logs": False, "exclude": is_not_traced},
     )
-    app.state.fleet = Context(settings, version=settings.version or __version__)
+    sign_in = getattr(startup, "sign_in", None)
+    app.state.fleet = Context(settings, settings.version or __version__, declared_in(startup), sign_in)
     error_handlers.install(app)
-    openapi.install(app)
+    openapi.install(app, keys=sign_in is None)
     for module in (problems, health, metrics):
         app.include_router(module.router)
     if settings.role.serves:
@@ -57,6 +62,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         # Without this line there is no dashboard.
         app.include_router(dashboard.router)
         app.include_router(routes.router, dependencies=[Depends(needs())])
+        app.include_router(routes.public)
+        # The files in app/static, if there are any, and the page of links, unless one of your routes is at `/`.
+        files.serve(app, Path(__file__).parent / "static")
+        app.include_router(links.router)
     else:
         app.include_router(elsewhere.router)
     return app

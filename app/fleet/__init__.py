@@ -3,6 +3,7 @@
 from app.fleet.coordination.coordination import breaker, limit, lock
 from app.fleet.coordination.locks.held import HeldLock
 from app.fleet.coordination.singletons import singleton
+from app.fleet.edge.callers.caller import Caller
 from app.fleet.engine.actions.action import Action, action
 from app.fleet.engine.actions.run import Run
 from app.fleet.engine.enqueue.following import follow, result
@@ -24,12 +25,15 @@ from app.fleet.errors import (
     TryAgain,
 )
 from app.fleet.http.session import InSession
+from app.fleet.resources.resource import resource
+from app.fleet.resources.resources import Provided, provided
 from app.fleet.settings import FleetSettings
 
 __all__ = [
     "Action",
     "AlreadyActive",
     "BreakerOpen",
+    "Caller",
     "Fenced",
     "FleetError",
     "FleetSettings",
@@ -42,6 +46,7 @@ __all__ = [
     "LockTaken",
     "Order",
     "PayloadInvalid",
+    "Provided",
     "Run",
     "RunFailed",
     "TryAgain",
@@ -52,6 +57,8 @@ __all__ = [
     "lock",
     "once",
     "once_many",
+    "provided",
+    "resource",
     "result",
     "singleton",
     "transaction",

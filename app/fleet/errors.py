@@ -2,7 +2,8 @@
 
     FleetError                          the root
     ├── SettingsError                   a setting is unknown, invalid, or unsafe together with another
-    │   └── ActionInvalid               an action is declared wrongly, or two actions have the same name
+    │   ├── ActionInvalid               an action is declared wrongly, or two actions have the same name
+    │   └── ResourceInvalid             a resource is declared wrongly, or two resources have the same type
     ├── DatabaseError                   the database cannot be used as it is
     │   ├── DatabaseUnreachable         no connection can be opened
     │   │   └── DatabaseAway            an outage at run time (`app.fleet.db.pool.pool`)
@@ -44,6 +45,8 @@
     │   ├── BreakerInvalid              an invalid name, number or duration
     │   └── BreakerOpen                 the dependency failed too often and is not called for a while
     ├── RunFailed                       a run that `result()` waited for failed or was cancelled
+    ├── ResourceFailed                  a resource of the service could not be opened
+    ├── ResourceUnknown                 no resource of this type is open
     ├── Fenced                          another attempt owns the run; writes of this one are rejected
     ├── GiveUp                          raised by an action: fail now, a retry would not help
     ├── TryAgain                        raised by an action: retry, after a given time
@@ -73,6 +76,10 @@ class SettingsError(FleetError):
 
 class ActionInvalid(SettingsError):
     """Raised when an action is declared or the actions are loaded. Correct the declaration that the text names."""
+
+
+class ResourceInvalid(SettingsError):
+    """Raised when a resource is declared, or when the application is created. Correct what the text names."""
 
 
 class DatabaseError(FleetError):
@@ -279,6 +286,14 @@ class RunFailed(FleetError):
         super().__init__(message)
         self.run_id = run_id
         self.state = state
+
+
+class ResourceFailed(FleetError):
+    """Raised at start-up. The text has the resource and its error, and the log has the traceback: correct its cause."""
+
+
+class ResourceUnknown(FleetError):
+    """Raised by `provided`, and by a route with `Provided`. Declare a resource of this type in `app/startup.py`."""
 
 
 class Fenced(FleetError):

@@ -10,8 +10,9 @@ the shutdown, which waits while the listener is still open and only then passes 
       uvicorn receives the signal        .             the listener is closed; requests in flight finish
     lifespan's end                       3 scheduler
                                          4 executor
-                                         5 unlink      the instance's row is gone, its presence lock is free
-                                         6 pool        the last step: until here, everything can still write
+                                         5 resources   what `app/startup.py` has opened is closed, in reverse order
+                                         6 unlink      the instance's row is gone, its presence lock is free
+                                         7 pool        the last step: until here, everything can still write
 
 A second signal skips the wait; a third goes to uvicorn alone. A step that exceeds its limit is cancelled and logged,
 and the next step begins. The duration of every step is logged and stored in the instance's row: the link writes the
@@ -76,7 +77,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         raise
     shutdown = Shutdown(context, signals, services)
     signals.install(shutdown.begin, drain_timeout=context.settings.drain_timeout)
-    signals.server.limit_clients(context.settings, context.connections)
+    signals.server.keep_peers()
+    signals.server.limit_clients(context.settings, context.connections, is_open=not context.protected)
     try:
         yield
     finally:
@@ -88,7 +90,10 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def start_up(context: Context, signals: Signals, started: list[Service]) -> Services:
-    """Start the services in their order, and add each to `started` first: pool, migrations, link, actions, the rest."""
+    """Start the services in their order, and add each to `started` first.
+
+    Pool, migrations, link, actions, coordination, streams, the resources of the service, engine, singletons.
+    """
     settings = context.settings
     namespace = Namespace(settings.namespace)
     began = time.monotonic()
@@ -123,7 +128,11 @@ async def start_up(context: Context, signals: Signals, started: list[Service]) -
     await engine.synchronise()
     if settings.role.executes:
         coordination.singletons.declare(catalogue.singletons)
-    for service in (*coordination.services, *stream.services, *engine.services, coordination.singletons):
+    resources = context.resources
+    resources.enter()
+    for service in (
+        *coordination.services, *stream.services, resources, *engine.services, coordination.singletons,
+    ):  # fmt: skip
         await start(service)
 
     services = Services(database, member, coordination, stream, engine)
@@ -194,6 +203,7 @@ class Shutdown:
             Step("drain", self._drain, limit=self._delay + settings.drain_timeout + DRAIN_SLACK),
             Step("scheduler", services.engine.scheduler.stop, limit=2.0),
             Step("executor", self._pause, limit=settings.pause_timeout),
+            Step("resources", context.resources.stop, limit=3.0),
             Step("unlink", services.member.stop, limit=4.0),
             Step("pool", services.database.stop, limit=3.0),
         ]

@@ -10,6 +10,7 @@ own settings in a subclass (`app/settings.py`).
 """
 
 import difflib
+import ipaddress
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -30,12 +31,15 @@ from app.fleet.telemetry import redaction
 PREFIX = "FLOTILLA_"
 NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 VERSION = re.compile(r"[!-~]{1,100}")
+# The origin of a web page, as browsers send it: without a path, and without the port if it is the usual one.
+ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
+USUAL_PORTS = {"http:": ":80", "https": ":443"}
 WEB_ADDRESS = re.compile(r"https?://[!-~]{1,2000}")
 # What `trace_url` has instead of the id of a trace.
 TRACE_ID = "{trace_id}"
 PASSWORD = re.compile(r"\bpassword\s*=\s*(?:'((?:[^'\\]|\\.)*)'|(\S+))")
 # Seconds that all steps of the shutdown other than drain and pause may take together.
-STEPS_RESERVE = 14.0
+STEPS_RESERVE = 17.0
 # Seconds before the end of the grace period at which the watchdog ends the process.
 WATCHDOG_RESERVE = 3.0
 
@@ -77,6 +81,8 @@ class FleetSettings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
     max_body: int = Field(default=1_048_576, ge=1024)
     max_header: int = Field(default=65_536, ge=4096, le=1_048_576)
     connections: int = Field(default=4096, ge=16, le=1_000_000)
@@ -184,7 +190,7 @@ class FleetSettings(BaseSettings):
             )
         return value
 
-    @field_validator("api_keys", "actions", mode="before")
+    @field_validator("api_keys", "actions", "cors_origins", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
@@ -200,14 +206,41 @@ class FleetSettings(BaseSettings):
                 )
         return value
 
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin == "*" and len(value) > 1:
+                raise ValueError("'*' means every origin: leave out the others, or '*'")
+            if origin != "*" and (not ORIGIN.fullmatch(origin) or origin.endswith(USUAL_PORTS[origin[:5]])):
+                raise ValueError(
+                    f"{origin!r} is not the origin of a page as browsers send it: use the scheme and the host in "
+                    f"lower case, and the port unless it is the usual one, such as 'https://app.example.com'"
+                )
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_proxies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for proxy in value:
+            try:
+                network = ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ValueError(f"{error}: use addresses and networks, such as '10.1.2.3' or '10.1.0.0/16'") from None
+            if network.prefixlen == 0:
+                raise ValueError(f"{proxy!r} is every address: any client could then choose the address it is seen by")
+        return value
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.pool_min > self.pool_max:
             raise ValueError(f"POOL_MIN ({self.pool_min}) is larger than POOL_MAX ({self.pool_max})")
         if self.embedded and self.database_direct_url is not None:
             raise ValueError("DATABASE_DIRECT_URL is set, but DATABASE_URL is not: set both, or only DATABASE_URL")
-        if self.production:
-            self._check_production()
+        if self.production and self.embedded:
+            raise ValueError(
+                "the embedded database is for development only, and ENVIRONMENT is 'production': set DATABASE_URL"
+            )
         needed = self.drain_delay_seconds + self.drain_timeout + self.pause_timeout + STEPS_RESERVE + WATCHDOG_RESERVE
         if needed > self.grace_period:
             raise ValueError(
@@ -218,18 +251,6 @@ class FleetSettings(BaseSettings):
                 f"the others"
             )
         return self
-
-    def _check_production(self) -> None:
-        if self.embedded:
-            raise ValueError(
-                "the embedded database is for development only, and ENVIRONMENT is 'production': set DATABASE_URL"
-            )
-        if not self.api_keys:
-            raise ValueError(
-                "API_KEYS is not set, and ENVIRONMENT is 'production': all callers could read and operate this "
-                "service. Make a key with `flotilla key NAME --scope admin`, and set FLOTILLA_API_KEYS to the line "
-                "that it prints"
-            )
 
 
 def passwords(secret: str) -> Iterator[str]:

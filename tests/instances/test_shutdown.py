@@ -20,7 +20,7 @@ from tests.support.fleet import ROOT, Fleet, InstanceProcess, Mode, blocked, env
 from tests.support.postgres import Postgres, eventually, free_port
 from tests.support.tools import process_namespaces
 
-STEPS = ["flag", "drain", "scheduler", "executor", "unlink", "pool"]
+STEPS = ["flag", "drain", "scheduler", "executor", "resources", "unlink", "pool"]
 SINGLE_PROCESS: list[Mode] = ["serve", "uvicorn"]
 ALL_MODES: list[Mode] = ["serve", "uvicorn", "workers"]
 
@@ -293,7 +293,7 @@ def get_or_599(url: str) -> httpx.Response:
 
 def test_the_watchdog_ends_a_process_whose_event_loop_is_blocked(fleet: Fleet) -> None:
     """The event loop is blocked without end: no further step is possible, and the log still has the reason."""
-    short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "27"}
+    short = {"FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1", "FLOTILLA_GRACE_PERIOD": "30"}
     # The listener is open long enough for one more request.
     (instance,) = fleet.start(1, "uvicorn", FLOTILLA_DRAIN_DELAY="8", **short)
     instance.terminate()
@@ -389,7 +389,7 @@ class FirstProcess(InstanceProcess):
 
 def test_the_watchdog_ends_a_process_that_still_exists_after_its_shutdown(fleet: Fleet, tmp_path: Path) -> None:
     short = {"FLOTILLA_DRAIN_DELAY": "0", "FLOTILLA_DRAIN_TIMEOUT": "1", "FLOTILLA_PAUSE_TIMEOUT": "1"}
-    instance = FirstProcess("uvicorn", fleet.address, tmp_path / "first.log", short | {"FLOTILLA_GRACE_PERIOD": "19"})
+    instance = FirstProcess("uvicorn", fleet.address, tmp_path / "first.log", short | {"FLOTILLA_GRACE_PERIOD": "22"})
     fleet.instances.append(instance)
     instance.wait_ready()
     stuck = in_background(lambda: get_or_599(f"{instance.url}/trial/stuck"))

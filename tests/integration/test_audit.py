@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.fleet.api_keys import make_key
-from app.fleet.edge.refused_keys import MAX_UNKNOWN_KEYS
+from app.fleet.edge.callers.refused_keys import MAX_UNKNOWN_KEYS
 from tests.integration.test_edge import is_problem
 from tests.support.fleet import run
 from tests.support.runs import LocalInstance, local_instance, soon
@@ -48,7 +48,7 @@ async def test_every_request_that_changes_something_is_logged_with_the_name_of_i
 ) -> None:
     key = OPERATE[0]
     assert await audited(here, caplog, key, "POST", "/actions/noop/pause") == {
-        "key": "alice",
+        "caller": "alice",
         "method": "POST",
         "route": "/actions/{name}/pause",
         "subject": "noop",
@@ -69,13 +69,13 @@ async def test_every_request_that_changes_something_is_logged_with_the_name_of_i
     assert (count["route"], count["subject"]) == ("/runs:retry", "noop 0 runs")
     assert (await audited(here, caplog, key, "POST", "/actions/noop/resume"))["route"] == "/actions/{name}/resume"
     own = await audited(here, caplog, key, "POST", "/trial/parcels", {"weight": 3})
-    assert (own["key"], own["route"], own["status"]) == ("alice", "/trial/parcels", 200)
+    assert (own["caller"], own["route"], own["status"]) == ("alice", "/trial/parcels", 200)
 
 
 async def test_a_request_that_is_refused_is_logged_too(here: LocalInstance, caplog: pytest.LogCaptureFixture) -> None:
     for key, name, status in ((None, None, 401), ("flotilla_wrong", None, 401), (READ[0], "bob", 403)):
         event = await audited(here, caplog, key, "POST", "/actions/noop/pause")
-        assert (event["key"], event["status"], event["subject"]) == (name, status, "noop")
+        assert (event["caller"], event["status"], event["subject"]) == (name, status, "noop")
     nowhere = await audited(here, caplog, OPERATE[0], "POST", "/nowhere")
     assert (nowhere["route"], nowhere["status"]) == (None, 404)
 
@@ -89,7 +89,7 @@ async def test_only_an_admin_releases_a_lock(here: LocalInstance, caplog: pytest
     refused = await ask(here, OPERATE[0], "DELETE", "/locks/none?reason=why")
     assert "'admin'" in str(is_problem(refused, "forbidden")["detail"])
     is_problem(await ask(here, ADMIN[0], "DELETE", "/locks/none?reason=why"), "not-found")
-    assert (await audited(here, caplog, ADMIN[0], "DELETE", "/locks/none?reason=why"))["key"] == "root"
+    assert (await audited(here, caplog, ADMIN[0], "DELETE", "/locks/none?reason=why"))["caller"] == "root"
 
 
 async def test_an_address_that_sends_unknown_keys_is_limited_and_a_valid_key_is_not(here: LocalInstance) -> None:

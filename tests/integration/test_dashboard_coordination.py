@@ -120,7 +120,7 @@ async def test_an_open_breaker_is_closed_by_hand(
     (event,) = logged(caplog, "breaker.closed_by_hand")
     assert (event["breaker"], event["by"]) == ("tides", "API key alice, on the dashboard")
     (audited,) = [each for each in logged(caplog, "request.audited") if each["route"].endswith("/close")]
-    assert (audited["key"], audited["subject"], audited["status"]) == ("alice", "tides", 303)
+    assert (audited["caller"], audited["subject"], audited["status"]) == ("alice", "tides", 303)
     again = await post(guarded, "/coordination", "/coordination/breakers/close", name="tides")
     assert again.status_code == 303, "it is closed already, and stays so"
     assert len(logged(caplog, "breaker.closed_by_hand")) == 1

@@ -412,7 +412,7 @@ async def test_the_number_of_open_streams_of_an_api_key_is_limited(address: str)
         await soon(lambda: here.sql("SELECT 1 WHERE %s", context.open_streams.total() == 2))
         refused = await asyncio.wait_for(client.get(url, headers={"x-api-key": one}), 60)
         is_problem(refused, "unavailable")
-        assert "this API key has 2 streams open here" in refused.text
+        assert "this caller has 2 streams open here" in refused.text
         assert refused.headers["retry-after"] == "5"
         streams.append(asyncio.create_task(client.get(url, headers={"x-api-key": other})))
         await soon(lambda: here.sql("SELECT 1 WHERE %s", context.open_streams.total() == 3))

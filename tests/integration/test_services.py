@@ -16,6 +16,8 @@ from app.fleet.db.pool.pool import Database
 from app.fleet.engine.actions.catalogue import Catalogue
 from app.fleet.engine.engine import Engine
 from app.fleet.lifecycle import Lifecycle
+from app.fleet.resources.resource import resource
+from app.fleet.resources.resources import Resources
 from app.fleet.stream.stream import Stream
 from app.settings import Settings
 from tests.support.runs import soon
@@ -29,6 +31,7 @@ KINDS = [
     "limits",
     "breakers",
     "singletons",
+    "resources",
     "anomalies",
     "relay",
     "hub",
@@ -39,6 +42,11 @@ KINDS = [
     "minutes",
     "scheduler",
 ]
+
+
+@resource
+async def lighthouse(settings: Settings) -> AsyncIterator[str]:
+    yield settings.namespace
 
 
 @pytest.fixture
@@ -72,6 +80,8 @@ async def make(address: str) -> AsyncIterator[Callable[[str], Service]]:
                 return Database(settings, addresses, namespace)
             case "member":
                 return Member(settings, addresses, namespace, shared, version="test", on_leave=print)
+            case "resources":
+                return Resources(settings, [lighthouse])
             case "relay" | "hub":
                 return cast("Service", getattr(stream(), kind))
             case "locks" | "limits" | "breakers" | "singletons" | "anomalies":

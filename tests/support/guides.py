@@ -1,7 +1,11 @@
 """The programs in the guides, which tests run as a reader would."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 # What a reader replaces in them.
@@ -27,3 +31,17 @@ def for_service(text: str, url: str, key: str) -> str:
     assert SERVICE in text
     assert KEY in text
     return text.replace(SERVICE, url).replace(KEY, f'"{key}"')
+
+
+def import_program(monkeypatch: pytest.MonkeyPatch, guide: str, text: str) -> ModuleType:
+    """Import the Python program of a guide with this text as the file of the service that its first line names."""
+    source = program(guide, "python", text)
+    found = re.match(r"# (app/[\w/]+)\.py\n", source)
+    assert found is not None
+    name = found[1].replace("/", ".")
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    package, _, own = name.rpartition(".")
+    monkeypatch.setattr(sys.modules[package], own, module, raising=False)
+    exec(compile(source, f"docs/guides/{guide}.md", "exec"), vars(module))  # noqa: S102 — as a reader would
+    return module

@@ -8,6 +8,7 @@ import httpx
 from fastapi import FastAPI
 
 from app.fleet.edge.context import Context
+from app.fleet.settings import FleetSettings
 from app.main import create_app
 from app.settings import Settings
 from tests.support import trial_routes
@@ -23,13 +24,13 @@ class Running:
 
 
 @asynccontextmanager
-async def service(address: str, **settings: object) -> AsyncIterator[Running]:
+async def service(address: str, kind: type[FleetSettings] = Settings, **settings: object) -> AsyncIterator[Running]:
     """Run the service, including its lifespan.
 
     A caller may wait for a connection for a minute: on a busy machine that is no failure.
     """
     usual = {"drain_delay": 0.0, "drain_timeout": 2.0, "pause_timeout": 1.0, "pool_timeout": 60.0}
-    app = create_app(Settings.load(database_url=address, **{**usual, **settings}))
+    app = create_app(kind.load(database_url=address, **{**usual, **settings}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -4,6 +4,7 @@ They represent routes that users write: slow handlers, streams, handlers that bl
 """
 
 import asyncio
+import importlib
 import logging
 import os
 import resource
@@ -43,6 +44,11 @@ async def slow(seconds: float) -> dict[str, float]:
         log.warning("trial.began")
     await asyncio.sleep(seconds)
     return {"slept": seconds}
+
+
+@router.get("/client")
+async def show_client(request: Request) -> list[str | None]:
+    return [request.client.host if request.client else None, request.state.proxy, request.url.scheme]
 
 
 @router.get("/block")
@@ -171,6 +177,9 @@ async def tidy(context: InContext) -> None:
 
 
 routes.router.include_router(router)
+# What `app/startup.py` of a service declares.
+if os.environ.get("TRIAL_STARTUP"):
+    importlib.import_module("tests.support.trial_startup")
 
 if __name__ == "__main__":
     main()

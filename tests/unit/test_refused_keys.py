@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.fleet.edge.refused_keys import MAX_ADDRESSES, MAX_UNKNOWN_KEYS, WINDOW, RefusedKeys
+from app.fleet.edge.callers.refused_keys import MAX_ADDRESSES, MAX_UNKNOWN_KEYS, WINDOW, RefusedKeys
 
 
 class Time:

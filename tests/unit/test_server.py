@@ -52,7 +52,7 @@ def test_another_http_protocol_is_not_changed_and_logged_as_a_warning(
     config.load()
     monkeypatch.setattr(signal, "getsignal", lambda _: uvicorn.Server(config).handle_exit)
     settings = Settings.load()
-    Server().limit_clients(settings, Connections(settings))
+    Server().limit_clients(settings, Connections(settings), is_open=True)
     assert config.http_protocol_class is H11Protocol
     assert [record.message for record in caplog.records] == ["server.not_limited"]
 
@@ -62,7 +62,8 @@ def test_without_uvicorn_as_the_server_nothing_is_changed(monkeypatch: pytest.Mo
     monkeypatch.setattr(signal, "getsignal", lambda _: handler)
     settings = Settings.load()
     server, connections = Server(), Connections(settings)
-    server.limit_clients(settings, connections)
+    server.keep_peers()
+    server.limit_clients(settings, connections, is_open=True)
     server.limit_graceful_shutdown(5)
     assert (server.port, server.reloading, server.is_stopping(), connections.open) == (None, False, False, 0)
 

@@ -126,9 +126,40 @@ def test_a_namespace_that_postgresql_reserves_is_refused(name: str) -> None:
     assert "PostgreSQL reserves" in refused(namespace=name)
 
 
-def test_production_is_refused_on_the_embedded_database_and_without_keys() -> None:
+def test_production_is_refused_on_the_embedded_database() -> None:
     assert "set DATABASE_URL" in refused(environment="production")
-    assert "flotilla key" in refused(environment="production", database_url=ADDRESS)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://app.example/",
+        "app.example",
+        "https://App.example",
+        "https://*.example",
+        "https://a.example:443",
+        "null",
+    ],
+)
+def test_what_is_no_origin_as_browsers_send_it_is_refused(origin: str) -> None:
+    assert f"{origin!r} is not the origin of a page" in refused(cors_origins=origin)
+
+
+def test_every_origin_is_allowed_alone_and_not_beside_others() -> None:
+    assert Settings.load(cors_origins="*").cors_origins == ("*",)
+    assert "'*' means every origin" in refused(cors_origins="https://app.example,*")
+    given = "https://app.example, http://localhost:5173,http://[::1]:5173"
+    assert Settings.load(cors_origins=given).cors_origins == tuple(each.strip() for each in given.split(","))
+
+
+@pytest.mark.parametrize(("proxy", "why"), [
+    ("proxy.example", "does not appear to be"), ("*", "does not appear to be"), ("10.1.2.3/8", "has host bits set"),
+    ("0.0.0.0/0", "is every address"), ("::/0", "is every address"),
+])  # fmt: skip
+def test_a_proxy_is_an_address_or_a_network_and_not_every_address(proxy: str, why: str) -> None:
+    assert why in refused(trusted_proxies=f"10.1.2.3,{proxy}")
+    given = Settings.load(trusted_proxies="10.1.2.3, 10.2.0.0/16,fd00::/8")
+    assert given.trusted_proxies == ("10.1.2.3", "10.2.0.0/16", "fd00::/8")
 
 
 @pytest.mark.parametrize("line", ["secret", "ops:root:" + "a" * 64, "ops:admin:short", "ops:admin:" + "A" * 64])
@@ -145,7 +176,7 @@ def test_a_direct_address_alone_is_refused() -> None:
 def test_shutdown_timeouts_beyond_the_grace_period_are_refused_with_their_sum() -> None:
     text = refused(drain_delay=20, drain_timeout=20, pause_timeout=20)
     assert "GRACE_PERIOD is 60 s" in text
-    assert "77 s" in text
+    assert "80 s" in text
 
 
 def test_a_pool_minimum_above_the_maximum_is_refused() -> None:

@@ -5,6 +5,7 @@ finds nothing reports `ok`, so that the operator sees what was checked.
 """
 
 import enum
+import importlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,7 +99,11 @@ def examine(settings: FleetSettings, instances: int | None = None) -> list[Findi
 
 def check_settings(settings: FleetSettings) -> Iterator[Finding]:
     yield ok("settings", f"environment {settings.environment}, namespace {settings.namespace}")
-    if not settings.api_keys:
+    if getattr(importlib.import_module("app.startup"), "sign_in", None) is not None:
+        yield ok("sign-in", "the service's own, in app/startup.py")
+    elif not settings.api_keys and settings.production:
+        yield problem("api keys", "none are set, and there is no sign-in in app/startup.py: no instance starts")
+    elif not settings.api_keys:
         yield warning("api keys", "none are set: all callers may read and operate (development only)")
     if settings.embedded:
         yield warning("embedded database", "for development only: set DATABASE_URL before you deploy")

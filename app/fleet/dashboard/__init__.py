@@ -10,8 +10,8 @@
 Any instance of role `web` or `all` serves it. The pages are HTML from templates, and work without the script
 (`static/dashboard.js`), which only brings a page up to date. Nothing is loaded from elsewhere.
 
-A service that does not want it leaves out the line in `app/main.py` that includes `router`. One that has a sign-in of
-its own replaces the dependency: `app.dependency_overrides[dashboard.viewer] = my_dependency`, which returns a `Viewer`.
+A service that does not want it leaves out the line in `app/main.py` that includes `router`. A sign-in of the service
+itself (`sign_in` in `app/startup.py`) decides who sees it.
 """
 
 from fastapi import APIRouter
@@ -19,9 +19,8 @@ from fastapi import APIRouter
 from app.fleet.dashboard import actions, bulk, coordination, errors, fleet, run, runs
 from app.fleet.dashboard.charts import page as charts
 from app.fleet.dashboard.frame import page, session
-from app.fleet.dashboard.frame.session import Viewer, viewer
 
-__all__ = ["Viewer", "router", "viewer"]
+__all__ = ["router"]
 
 router = APIRouter()
 for each in (page, session, fleet, actions, runs, run, errors, bulk, coordination, charts):

@@ -12,10 +12,11 @@ from app.fleet.dashboard.charts import minutes
 from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH, fields
 from app.fleet.dashboard.frame.page import kept, new_router, reading, show
-from app.fleet.dashboard.frame.session import InViewer, Viewer, may
+from app.fleet.dashboard.frame.session import InViewer, may
 from app.fleet.dashboard.frame.shared_reads import shared, shared_reads
 from app.fleet.dashboard.payload_form import payload_fields, payload_of
 from app.fleet.edge.audit import set_subject
+from app.fleet.edge.callers.caller import Caller
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.elsewhere import action_missing_here
 from app.fleet.edge.problems import HttpError
@@ -32,7 +33,7 @@ FORM_KEY = re.compile(r"dashboard-[0-9a-f]{32}")
 
 router = new_router()
 
-Operator = Annotated[Viewer, Depends(may("operate"))]
+Operator = Annotated[Caller, Depends(may("operate"))]
 
 
 @router.get("/actions")
@@ -61,7 +62,7 @@ async def show_action(
     name: str,
     request: Request,
     context: Context,
-    who: Viewer,
+    who: Caller,
     *,
     status: int = 200,
     given: dict[str, str] | None = None,

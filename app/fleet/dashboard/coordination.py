@@ -25,10 +25,12 @@ from app.fleet.dashboard.actions import Operator, after_change
 from app.fleet.dashboard.frame import cluster_reads
 from app.fleet.dashboard.frame.forms import PATH, fields
 from app.fleet.dashboard.frame.page import kept, new_router, reading, show
-from app.fleet.dashboard.frame.session import InViewer, Viewer, may
+from app.fleet.dashboard.frame.session import InViewer, may
 from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.edge.audit import set_subject
-from app.fleet.edge.context import InContext
+from app.fleet.edge.auth import name_of
+from app.fleet.edge.callers.caller import Caller
+from app.fleet.edge.context import Context, InContext
 from app.fleet.engine.actions import limited
 from app.fleet.engine.actions.limited import LimitedAction
 from app.fleet.engine.once import pending
@@ -87,11 +89,11 @@ async def coordination_page(request: Request, context: InContext, who: InViewer)
 
 
 @router.post("/coordination/locks/release")
-async def release(request: Request, context: InContext, who: Annotated[Viewer, Depends(may("admin"))]) -> Response:
+async def release(request: Request, context: InContext, who: Annotated[Caller, Depends(may("admin"))]) -> Response:
     given = await fields(request)
     name, reason = given.get("name", ""), given.get("reason", "")
     async with context.database.connection() as connection:
-        await admin.force_release(connection, context.database.namespace, name, reason=reason, by=by(who))
+        await admin.force_release(connection, context.database.namespace, name, reason=reason, by=by(context, who))
     return changed(request, name)
 
 
@@ -99,12 +101,12 @@ async def release(request: Request, context: InContext, who: Annotated[Viewer, D
 async def close(request: Request, context: InContext, who: Operator) -> Response:
     name = (await fields(request)).get("name", "")
     async with context.database.autocommit() as connection:
-        await breaker_admin.close(connection, context.database.namespace, name, by=by(who))
+        await breaker_admin.close(connection, context.database.namespace, name, by=by(context, who))
     return changed(request, name)
 
 
-def by(who: Viewer) -> str:
-    return f"API key {who.name}, on the dashboard" if who.name else "the dashboard, without a key"
+def by(context: Context, who: Caller) -> str:
+    return f"{name_of(context, who)}, on the dashboard" if who.name else "the dashboard, without a key"
 
 
 def changed(request: Request, subject: str) -> Response:

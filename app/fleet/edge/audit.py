@@ -1,9 +1,10 @@
-"""The audit log: one event for each request that may change something, with its API key, its subject and its status.
+"""The audit log: one event for each request that may change something, with its caller, its subject and its status.
 
-    request.audited key=alice method=POST route=/actions/{name}/pause subject=feed-monitor status=200
+    request.audited caller=alice method=POST route=/actions/{name}/pause subject=feed-monitor status=200
 
 `subject` is what the request changes: the parameters of the path, or what the route sets with `set_subject`, such as
-the id of the new run. Payloads are never logged. A refused request is logged too, without a key if it had no valid one.
+the id of the new run. Payloads are never logged. A refused request is logged too, without a caller if it had no valid
+API key. The caller is the name of the key, or what the service's own sign-in returned.
 
 The command line changes PostgreSQL directly, without an instance: `cluster/command_audit.py` notifies the leader in the
 same transaction, which logs `command.audited`.
@@ -12,8 +13,6 @@ same transaction, which logs `command.audited`.
 from starlette.requests import Request
 from starlette.types import Scope
 
-from app.fleet.edge.auth import name_of_key
-from app.fleet.edge.context import Context
 from app.fleet.edge.problems import SAFE_METHODS
 from app.fleet.telemetry.logs import event_log
 
@@ -27,7 +26,7 @@ def set_subject(request: Request, subject: str) -> None:
     request.state.subject = subject
 
 
-def record(context: Context, scope: Scope, status: int | None) -> None:
+def record(scope: Scope, status: int | None) -> None:
     """Log a request after its response; `status` is None if the client left before that."""
     if scope["method"] in SAFE_METHODS:
         return
@@ -35,7 +34,7 @@ def record(context: Context, scope: Scope, status: int | None) -> None:
     subject = state.get("subject") or " ".join(str(each) for each in scope.get("path_params", {}).values())
     log.info(
         "request.audited",
-        key=name_of_key(context, state.get("key")),
+        caller=caller.name if (caller := state.get("caller")) else None,
         method=scope["method"],
         route=getattr(scope.get("route"), "path", None),
         subject=subject[:MAX_SUBJECT_LENGTH],

@@ -5,8 +5,9 @@ It is one object, because each of its tasks needs the same few facts:
 - The request id: the client's if it is valid, else a new one; in the response and in every log line of the request.
 - The number of requests in flight, for which the shutdown waits: uvicorn does not count requests it has cancelled.
 - The limit of the body, first by its declared length, then by what arrives.
-- The API key of a route that needs one, before the body is read (`auth.check_key`).
-- Without API keys: a request that changes something is refused if a page of another site made the browser send it.
+- The client's address, from the headers of trusted proxies (`server/forwarded.py`).
+- The caller of a route that needs one, before the body is read (`auth.check_before_body`).
+- The headers for pages of other origins, also in its own refusals (`cross_site.py`).
 - Requests on a connection beyond the limit (`server/connections.py`) are refused, except probes.
 - HEAD for every path that has GET: the same status and headers; the application's body is discarded.
 - Log lines: for each failed request; for each request that may change something; and, without a traceback, for each
@@ -27,7 +28,6 @@ import re
 import secrets
 from collections.abc import MutableMapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
@@ -36,10 +36,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.fleet.edge import audit, auth
 from app.fleet.edge.context import Context
+from app.fleet.edge.cross_site import with_cors
 from app.fleet.edge.problems import (
     KINDS,
-    SAFE_METHODS,
-    Forbidden,
     HttpError,
     PayloadTooLarge,
     Unavailable,
@@ -48,6 +47,7 @@ from app.fleet.edge.problems import (
 from app.fleet.errors import FleetError
 from app.fleet.lifecycle import Phase
 from app.fleet.server import protocol
+from app.fleet.server.forwarded import TrustedProxies
 from app.fleet.telemetry.logs import PROBES, event_log, request_id
 
 log = event_log(__name__)
@@ -72,13 +72,18 @@ DISCONNECT: Message = {"type": "http.disconnect"}
 
 class Edge:
     def __init__(self, app: ASGIApp, context: Context) -> None:
-        self._app = app
+        self._app = with_cors(app, context.settings)
         self._context = context
+        self._from_proxy = TrustedProxies(self._request, context.settings.trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
-        elif scope["type"] == "http":
+        else:
+            await self._from_proxy(scope, receive, send)
+
+    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
             await Exchange(self._app, self._context, scope, receive, send).run()
         else:
             await self._app(scope, receive, send)
@@ -134,11 +139,10 @@ class Exchange:
         context = self._context
         token = request_id.set(self._id)
         if context.started:
-            context.engine.enter()
+            context.enter()
         context.in_flight += 1
         try:
             self._refuse_over_limit()
-            self._refuse_cross_site()
             self._check_declared_length()
             if self._scope["path"].endswith(STREAM_SUFFIX):
                 await context.opening_pacer.wait()
@@ -154,7 +158,7 @@ class Exchange:
             if self._started:
                 raise
             refusal = problem(Request(self._scope), KINDS[error.slug], error.detail, headers=error.headers)
-            await refusal(self._scope, self._receive, self.send)
+            await with_cors(refusal, context.settings)(self._scope, self._receive, self.send)
         except ClientDisconnect:
             # Logged and counted in `receive`.
             pass
@@ -165,7 +169,7 @@ class Exchange:
             if not self._ended:
                 raise
         finally:
-            audit.record(context, self._scope, self._status)
+            audit.record(self._scope, self._status)
             context.in_flight -= 1
             request_id.reset(token)
 
@@ -190,27 +194,13 @@ class Exchange:
             self._context.connections.count("limit")
             raise Unavailable("this instance has reached its limit of connections: try again, or at another instance")
 
-    def _refuse_cross_site(self) -> None:
-        """Without API keys, any web page could make a browser on this machine or network operate the service."""
-        if self._context.settings.api_keys or self._scope["method"] in SAFE_METHODS:
-            return
-        headers = Headers(scope=self._scope)
-        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if site is None and origin is not None:
-            site = "same-origin" if urlsplit(origin).netloc == headers.get("host") else "cross-site"
-        if site == "cross-site":
-            raise Forbidden(
-                "a page of another site sent this request, and without API keys only this service's own pages may "
-                "change anything: set FLOTILLA_API_KEYS, and send a key"
-            )
-
     async def receive(self) -> Message:
         if self._as_get is not None and self._ended:
             return DISCONNECT
         if self._body_read:
             return await self._disconnect_or_drain()
         if not self._received:
-            auth.check_key(self._scope, self._context)
+            await auth.check_before_body(self._scope, self._context)
         message = await self._receive()
         if message["type"] == "http.request":
             self._received += len(message.get("body", b""))

@@ -72,9 +72,17 @@ class ProblemDetails(BaseModel):
     )
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, *, keys: bool = True) -> None:
+    """Complete the document of this application. Without `keys`, callers have tokens of the service's own sign-in."""
     generate = app.openapi
-    app.openapi = lambda: declare(generate())  # type: ignore[method-assign]  # as FastAPI's documentation does
+
+    def openapi() -> dict[str, Any]:
+        document = declare(generate())
+        if not keys:
+            declare_tokens(document)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation does
 
 
 def operation_id(route: APIRoute) -> str:
@@ -139,6 +147,18 @@ def declare(document: dict[str, Any]) -> dict[str, Any]:
     components["schemas"] = dict(sorted(schemas.items()))
     document["paths"] = dict(sorted(document["paths"].items()))
     return document
+
+
+def declare_tokens(document: dict[str, Any]) -> None:
+    """Replace API keys by the tokens of a sign-in of the service."""
+    schemes = document["components"].get("securitySchemes", {})
+    schemes.pop("APIKeyHeader", None)
+    for scheme in schemes.values():
+        scheme["description"] = "A token that the sign-in of this service accepts"
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            if "security" in operation:
+                operation["security"] = [each for each in operation["security"] if "APIKeyHeader" not in each]
 
 
 def declare_problems(method: str, operation: dict[str, Any]) -> set[int]:

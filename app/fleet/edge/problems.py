@@ -55,15 +55,16 @@ KINDS = {
         Kind(
             "unauthorized",
             401,
-            "The request has no valid API key",
-            "Send a key as `Authorization: Bearer …` or `X-API-Key: …`. An operator creates one with `flotilla key`.",
+            "It is unknown who sends the request",
+            "Send an API key as `Authorization: Bearer …` or `X-API-Key: …`; an operator creates one with `flotilla "
+            "key`. If the service has a sign-in of its own, send what that needs.",
         ),
         Kind(
             "forbidden",
             403,
-            "The API key does not have the required scope",
-            "Use a key with the scope that `detail` names. The scopes are read, operate and admin; each includes those "
-            "before it.",
+            "The caller may not do this",
+            "Use an API key with the scope that `detail` names. The scopes are read, operate and admin; each includes "
+            "those before it.",
         ),
         Kind("not-found", 404, "Nothing was found at this path", "Check the path, and the name or id in it."),
         Kind(

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from app.fleet.coordination.locks import admin
 from app.fleet.coordination.locks.admin import LockRecord
-from app.fleet.edge.auth import key_of, name_of_key, needs
+from app.fleet.edge.auth import name_of, needs
 from app.fleet.edge.context import InContext
 from app.fleet.edge.openapi import problem_responses
 from app.fleet.http.bodies import answer
@@ -42,8 +42,8 @@ async def release_lock(
     context: InContext,
     request: Request,
 ) -> Response:
-    """Release a lock by force. Later writes of its holder are rejected. The API key and the reason are stored."""
-    by = f"API key {key}" if (key := name_of_key(context, key_of(request))) else "the API, without a key"
+    """Release a lock by force. Later writes of its holder are rejected. The caller and the reason are stored."""
+    by = name_of(context, request.state.caller)
     async with context.database.connection() as connection:
         record = await admin.force_release(connection, context.database.namespace, name, reason=reason, by=by)
     return answer(LOCK, record)

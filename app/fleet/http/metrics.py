@@ -10,8 +10,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from app.fleet.edge.auth import needs
+from app.fleet.edge.callers.refused_keys import Reason
 from app.fleet.edge.context import Context, InContext
-from app.fleet.edge.refused_keys import Reason
 from app.fleet.engine.execute.writer import WRITES
 from app.fleet.lifecycle import Phase
 from app.fleet.server.connections import REASONS

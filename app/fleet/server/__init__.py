@@ -4,6 +4,8 @@ process.py      the uvicorn server that runs this process
 signals.py      the handler that receives a signal before uvicorn does
 connections.py  the limits for all client connections of the process
 protocol.py     the limits for one client connection
+forwarded.py    the proxies whose headers name the client
+port_owner.py   which process listens on a port
 
 uvicorn installs its signal handler before it runs the lifespan, so during start-up the handler's `__self__` is the
 server. It reads the class of its HTTP protocol from its configuration when it accepts a connection, and it opens its

@@ -4,6 +4,7 @@ import signal
 from functools import partial
 
 import uvicorn
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.fleet.server.connections import Connections
@@ -46,12 +47,20 @@ class Server:
             configured = self._config.timeout_graceful_shutdown
             self._config.timeout_graceful_shutdown = seconds if configured is None else min(seconds, configured)
 
-    def limit_clients(self, settings: FleetSettings, connections: Connections) -> None:
-        """Put the limits for clients in place. Called in the event loop, before the listener is open."""
+    def keep_peers(self) -> None:
+        """Let a request show its peer as its client, whatever its headers say (`forwarded.py` reads those)."""
+        if self._config is not None and isinstance(self._config.loaded_app, ProxyHeadersMiddleware):
+            self._config.loaded_app = self._config.loaded_app.app
+
+    def limit_clients(self, settings: FleetSettings, connections: Connections, *, is_open: bool) -> None:
+        """Put the limits for clients in place. Called in the event loop, before the listener is open.
+
+        `is_open` says that every caller may do everything.
+        """
         server, config = self._server, self._config
         if server is None or config is None:
             return
-        if not settings.api_keys and config.uds is None and config.host not in LOOPBACK:
+        if is_open and config.uds is None and config.host not in LOOPBACK:
             log.warning("server.exposed", host=config.host)
         if config.http_protocol_class is not HttpToolsProtocol:
             log.warning("server.not_limited", protocol=str(config.http))

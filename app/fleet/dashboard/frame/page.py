@@ -18,7 +18,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import psycopg
@@ -31,12 +31,10 @@ from app.fleet.dashboard.frame import wording
 from app.fleet.dashboard.frame.forms import PATH, form_token, keep_token
 from app.fleet.dashboard.frame.shared_reads import shared
 from app.fleet.db.pool.pool import Connection
+from app.fleet.edge.callers.caller import Caller
 from app.fleet.edge.context import Context
 from app.fleet.edge.error_handlers import HANDLERS
 from app.fleet.edge.problems import NotFound
-
-if TYPE_CHECKING:
-    from app.fleet.dashboard.frame.session import Viewer
 
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -48,6 +46,8 @@ TOKEN, NONCE = "{the token of the forms}", "{a new nonce}"
 # Seconds for the statements of one read.
 TIME_LIMIT = 1.0
 TOO_SLOW = "The database did not answer within a second or two. Try a narrower filter, or try again later."
+# The headers of a problem that its page has too. A sign-in of the service may lead to another address.
+KEPT_HEADERS = ("retry-after", "location", "www-authenticate")
 MEDIA_TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
 
 STATIC = {each.name: each.read_bytes() for each in files("app.fleet.dashboard").joinpath("static").iterdir()}
@@ -132,7 +132,7 @@ async def reading(context: Context) -> AsyncIterator[Connection]:
 
 
 def show(
-    request: Request, context: Context, template: str, viewer: "Viewer | None", *, status: int = 200, **values: Any
+    request: Request, context: Context, template: str, viewer: Caller | None, *, status: int = 200, **values: Any
 ) -> HTMLResponse:
     """Return a page."""
     is_kept = getattr(request.state, "is_kept", False)
@@ -144,7 +144,7 @@ def show(
         nonce=NONCE if is_kept else secrets.token_hex(16),
         namespace=context.settings.namespace,
         instance=context.member.identity.name if engine and context.member.identity else "",
-        signs_in=bool(context.settings.api_keys),
+        signs_in=bool(context.settings.api_keys) and context.sign_in is None,
         draining=context.lifecycle.draining.is_set(),
         age=getattr(request.state, "age", 0.0),
         other_ports=getattr(request.state, "other_ports", []),
@@ -159,8 +159,9 @@ def show(
 def show_error(request: Request, status: int, title: str, detail: str, headers: Any = None) -> Response:
     context: Context = request.app.state.fleet
     response = show(request, context, "error.html", None, status=status, title=title, detail=detail)
-    if headers is not None and "retry-after" in headers:
-        response.headers["retry-after"] = headers["retry-after"]
+    for name in KEPT_HEADERS:
+        if headers is not None and name in headers:
+            response.headers[name] = headers[name]
     return response
 
 

@@ -1,5 +1,7 @@
 """The viewer of the dashboard: sign-in with an API key, and the cookie of the session.
 
+    own       With a sign-in of the service itself (`app/startup.py`), it decides about each request, as for the API.
+              The rest of this is not used then.
     sign-in   The key is checked as in a request to the API, with the same limit for unknown keys.
     cookie    `NAME.EXPIRES.SIGNATURE`: the name of the key, and an HMAC of both, whose secret is the key's digest and
               the password of the database. So every instance with the same settings accepts it, nothing is stored, and
@@ -7,9 +9,9 @@
               design, makes no session. The cookie is HttpOnly and SameSite=Lax, and in production Secure.
     form      Each form has a token (`forms.py`).
 
-The scope of the key is checked at each write: `read` looks, `operate` changes runs and actions and closes breakers,
+The scope of the viewer is checked at each write: `read` looks, `operate` changes runs and actions and closes breakers,
 `admin` releases locks.
-Without API keys, which only development allows, every viewer may do everything, as every client of the API may.
+Without both, which only development allows, every viewer may do everything, as every client of the API may.
 """
 
 import hashlib
@@ -17,8 +19,7 @@ import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Annotated, cast
+from typing import Annotated
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import RedirectResponse
@@ -26,7 +27,8 @@ from fastapi.responses import RedirectResponse
 from app.fleet.api_keys import KEY, Scope, digest
 from app.fleet.dashboard.frame.forms import PATH, check_form, fields, set_cookie
 from app.fleet.dashboard.frame.page import SignInNeeded, new_router, show
-from app.fleet.edge.auth import RANK, check_given, line_of
+from app.fleet.edge.auth import caller_of_key, caller_of_line, find_caller, line_of
+from app.fleet.edge.callers.caller import ANYONE, Caller
 from app.fleet.edge.context import Context, InContext
 from app.fleet.edge.problems import SAFE_METHODS, Forbidden, Unauthorized
 from app.fleet.settings import FleetSettings, passwords
@@ -37,46 +39,35 @@ COOKIE = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64})\.(?P<expires>[0-9]{1,12})\.
 router = new_router()
 
 
-@dataclass(frozen=True)
-class Viewer:
-    """A person at a browser; `name` is the name of the API key."""
-
-    name: str | None
-    scope: Scope
-
-    def may(self, scope: Scope) -> bool:
-        return RANK[self.scope] >= RANK[scope]
-
-
-async def viewer(request: Request, context: InContext) -> Viewer:
+async def viewer(request: Request, context: InContext) -> Caller:
     """Return who is signed in; otherwise lead to the sign-in."""
+    if context.sign_in is not None:
+        return await find_caller(request, context)
     settings = context.settings
-    request.state.key = None
-    if not settings.api_keys:
-        return Viewer(None, "admin")
-    line = line_of_cookie(settings, request.cookies.get(session_cookie(settings), ""))
-    if line is None:
-        raise SignInNeeded(request)
-    # The audit log names the key.
-    request.state.key = line["digest"]
-    return Viewer(line["name"], cast("Scope", line["scope"]))
+    caller = ANYONE
+    if settings.api_keys:
+        line = line_of_cookie(settings, request.cookies.get(session_cookie(settings), ""))
+        if line is None:
+            raise SignInNeeded(request)
+        caller = caller_of_line(line)
+    # The audit log names the caller.
+    request.state.caller = caller
+    return caller
 
 
-InViewer = Annotated[Viewer, Depends(viewer)]
+InViewer = Annotated[Caller, Depends(viewer)]
 
 
-def may(scope: Scope) -> Callable[..., Awaitable[Viewer]]:
+def may(scope: Scope) -> Callable[..., Awaitable[Caller]]:
     """Return a dependency for a write: the scope, and a form that this dashboard has made.
 
     The page that asks before a write has it too: it is only for those who may go on.
     """
 
-    async def authorise(request: Request, context: InContext, who: InViewer) -> Viewer:
+    async def authorise(request: Request, context: InContext, who: InViewer) -> Caller:
         if not who.may(scope):
             context.refused_keys.count("scope")
-            raise Forbidden(
-                f"this needs an API key with the scope {scope!r}, and you have signed in with {who.scope!r}"
-            )
+            raise Forbidden(f"this needs the scope {scope!r}, and you have signed in with {who.scope!r}")
         if request.method not in SAFE_METHODS:
             await check_form(request, context.settings)
         return who
@@ -118,6 +109,8 @@ def line_of_cookie(settings: FleetSettings, cookie: str) -> re.Match[str] | None
 
 @router.get("/sign-in")
 async def sign_in_page(request: Request, context: InContext, to: str = PATH) -> Response:
+    if context.sign_in is not None:
+        return RedirectResponse(own_path(to), 303)
     return show_sign_in(request, context, to)
 
 
@@ -126,15 +119,16 @@ async def sign_in(request: Request, context: InContext) -> Response:
     await check_form(request, context.settings)
     given = await fields(request)
     to, key = given.get("to", PATH), given.get("key", "").strip()
+    response = RedirectResponse(own_path(to), 303)
+    if context.sign_in is not None or not context.settings.api_keys:
+        return response
     try:
         # As the API does, also for an address that has sent many unknown keys.
-        check_given(request, context, key, "read")
+        request.state.caller = caller_of_key(request, context, key, "read")
     except Unauthorized as error:
         return show_sign_in(request, context, to, error.detail, 401)
-    response = RedirectResponse(own_path(to), 303)
     line = line_of(context.settings, digest(key))
     if line is not None:
-        request.state.key = line["digest"]
         value = signed(context.settings, line, int(time.time()) + LIFETIME)
         set_cookie(response, context.settings, session_cookie(context.settings), value, LIFETIME, "lax")
     return response

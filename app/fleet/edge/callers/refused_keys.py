@@ -4,8 +4,8 @@ An address may send `MAX_UNKNOWN_KEYS` unknown keys within `WINDOW` seconds. Fur
 until the window ends. A valid key is never refused, whatever its address has sent before: it is compared first.
 
 The table is bounded: at most `MAX_ADDRESSES` addresses have their own entry, and all others share one. An IPv6 address
-counts as its network of 64 bits, because one client has all of it. If a load balancer does not pass on the address of
-the client (`X-Forwarded-For`, which uvicorn reads if `FORWARDED_ALLOW_IPS` allows it), all clients share its entry.
+counts as its network of 64 bits, because one client has all of it. Behind a load balancer that is not in
+`FLOTILLA_TRUSTED_PROXIES`, or that does not pass on the address of the client, all clients share its entry.
 
 The table belongs to this instance: with N instances, an address may send N times as many unknown keys.
 """
