@@ -1,0 +1,48 @@
+"""The branch with the result of an update: a commit, or the files in which conflicts are to be resolved.
+
+The branch begins at the checked-out commit. Without conflicts it is created last, together with the switch to it, when
+its commit exists. With conflicts, it is created at the checked-out commit, and then the merged files are written.
+
+    failure                                  effect
+    killed before the branch exists          nothing has changed; the next call repeats the merge
+    killed before files were written         the branch is empty; the next call begins again on the same branch
+    an untracked file is in the way          git refuses and names the file; likewise
+"""
+
+from app.fleet.errors import FleetError
+from app.fleet.template import trees
+from app.fleet.template.git import Git
+from app.fleet.template.merge import Merge
+from app.fleet.template.releases import Release
+
+
+def check_is_clean(git: Git) -> None:
+    if git("status", "--porcelain", "--untracked-files=no"):
+        raise FleetError("there are changes that are not committed: commit or stash them, and repeat the command")
+
+
+def name_for(git: Git, target: Release) -> str:
+    """Return the name of the branch. A branch of this name that has commits of its own is in the way."""
+    name = f"flotilla-update-{target.label.removeprefix('v').replace('/', '-')}"
+    if git.succeeds("rev-parse", "--verify", "--quiet", f"refs/heads/{name}") and not git.succeeds(
+        "merge-base", "--is-ancestor", f"refs/heads/{name}", "HEAD"
+    ):
+        raise FleetError(
+            f"the branch {name} exists already: merge it, or delete it (git branch -D {name}), and repeat the command"
+        )
+    return name
+
+
+def create(git: Git, merge: Merge, name: str) -> None:
+    """Switch to a branch with the merged files: in a commit or, if there are conflicts, in the work tree."""
+    message = f"chore: update the template to {merge.record.release} ({merge.record.commit[:9]})"
+    tree = trees.write(git, merge.files)
+    if not merge.conflicts:
+        git("switch", "--quiet", "--force-create", name, git("commit-tree", tree, "-p", "HEAD", "-m", message))
+        return
+    git("switch", "--quiet", "--force-create", name)
+    git("read-tree", "-m", "-u", "HEAD", tree)
+    # The stages tell git which files are in conflict.
+    removed = "".join(f"0 {'0' * 40}\t{path}\0" for path in {each.path for each in merge.conflicts})
+    stages = "".join(f"{each.mode} {each.oid} {each.stage}\t{each.path}\0" for each in merge.conflicts)
+    git("update-index", "-z", "--index-info", given=(removed + stages).encode(errors="surrogateescape"))
