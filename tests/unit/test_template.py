@@ -10,10 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from app.fleet.cli import app
-from app.fleet.errors import FleetError
+from app.fleet.errors import FencedFilesEdited, NameInvalid, ReleaseUnknown, TemplateError
 from app.fleet.template import branch, names, record, releases
 from app.fleet.template.git import Git
-from app.fleet.template.merge import FencedFilesEdited
 from app.fleet.template.record import Record
 from tests.support import tools
 from tests.support.fleet import ROOT
@@ -332,14 +331,14 @@ def test_the_notes_of_the_range_and_the_manual_steps_are_printed(update: Callabl
 
 def test_changes_that_are_not_committed_are_refused(clone: Repository, update: Callable[..., Result]) -> None:
     (clone.folder / "README.md").write_text("unfinished")
-    with pytest.raises(FleetError, match="not committed"):
+    with pytest.raises(TemplateError, match="not committed"):
         update()
     assert clone.text("README.md") == "unfinished"
 
 
 @pytest.mark.usefixtures("clone")
 def test_an_unknown_release_is_wrong_usage_and_names_the_releases(update: Callable[..., Result]) -> None:
-    with pytest.raises(releases.ReleaseUnknown, match=r"its releases are v0\.1\.0, v0\.2\.0") as refused:
+    with pytest.raises(ReleaseUnknown, match=r"its releases are v0\.1\.0, v0\.2\.0") as refused:
         update("--to", "0.9.0")
     assert refused.value.exit_code == 2
 
@@ -378,7 +377,7 @@ def test_a_branch_with_commits_of_its_own_is_not_overwritten(clone: Repository, 
     update()
     made = clone.git("rev-parse", "HEAD")
     clone.git("switch", "--quiet", "main")
-    with pytest.raises(FleetError, match=r"git branch -D flotilla-update-0\.2\.0"):
+    with pytest.raises(TemplateError, match=r"git branch -D flotilla-update-0\.2\.0"):
         update()
     assert clone.git("rev-parse", "flotilla-update-0.2.0") == made
 
@@ -387,14 +386,14 @@ def test_a_branch_with_commits_of_its_own_is_not_overwritten(clone: Repository, 
 def test_an_address_with_a_password_is_not_stored() -> None:
     given = "https://user:secret@template.example/flotilla"
     done = CliRunner().invoke(app, ["update", "--from", given])
-    assert isinstance(done.exception, releases.ReleaseUnknown)
+    assert isinstance(done.exception, ReleaseUnknown)
     assert "secret" not in str(done.exception)
 
 
 @pytest.mark.usefixtures("clone")
 def test_without_an_address_the_command_says_how_to_name_it() -> None:
     done = CliRunner().invoke(app, ["update"])
-    assert isinstance(done.exception, releases.ReleaseUnknown)
+    assert isinstance(done.exception, ReleaseUnknown)
     assert "--from" in str(done.exception)
 
 
@@ -469,7 +468,7 @@ def test_another_repository_than_that_of_the_template_is_refused(
     fresh = Repository(template.folder.parent / "fresh")
     fresh.git("init", "--quiet")
     fresh.commit({record.FILE: clone.text(record.FILE)})
-    with pytest.raises(FleetError, match="is it the repository of the template"):
+    with pytest.raises(TemplateError, match="is it the repository of the template"):
         base_of(other, fresh.folder)
 
 
@@ -483,7 +482,7 @@ def test_the_record_of_this_checkout_is_written_as_it_is() -> None:
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FleetError, match="top folder"):
+    with pytest.raises(TemplateError, match="top folder"):
         Record.read(tmp_path)
 
 
@@ -533,7 +532,7 @@ def test_the_command_the_prefix_and_the_database_keep_their_names(named: Path) -
 @pytest.mark.parametrize("name", ["", "Harbour", "1harbour", "harbour-", "har_bour", "har.bour", "h" * 41])
 def test_a_name_that_is_no_dns_label_is_refused(named: Path, name: str) -> None:
     before = contents(named)
-    with pytest.raises(names.NameInvalid, match="not a DNS label"):
+    with pytest.raises(NameInvalid, match="not a DNS label"):
         names.rename(named, name, None)
     assert contents(named) == before
 
@@ -541,11 +540,11 @@ def test_a_name_that_is_no_dns_label_is_refused(named: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["postgres", "http", "gateway", "migrate"])
 def test_a_name_that_the_manifests_already_use_is_refused(named: Path, name: str) -> None:
     before = contents(named)
-    with pytest.raises(names.NameInvalid, match="already uses the name"):
+    with pytest.raises(NameInvalid, match="already uses the name"):
         names.rename(named, name, None)
     assert contents(named) == before
 
 
 def test_a_title_that_python_could_not_read_is_refused(named: Path) -> None:
-    with pytest.raises(names.NameInvalid, match="a title has"):
+    with pytest.raises(NameInvalid, match="a title has"):
         names.rename(named, "harbour", 'The "harbour"')

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from app.fleet.cli.terminal import write
-from app.fleet.errors import FleetError
+from app.fleet.errors import TemplateError
 from app.fleet.template import branch, names, notes, releases
 from app.fleet.template.git import Git
 from app.fleet.template.merge import Merge, merge
@@ -41,7 +41,7 @@ def update(
     git = Git(Path.cwd())
     known = Record.read(git.folder)
     if Path(git("rev-parse", "--show-toplevel")).resolve() != git.folder.resolve():
-        raise FleetError("this is not the top folder of a git repository: run the command there")
+        raise TemplateError("this is not the top folder of a git repository: run the command there")
     if not dry_run:
         branch.check_is_clean(git)
     template = releases.fetch(git, source or known.source)

@@ -9,7 +9,7 @@ its commit exists. With conflicts, it is created at the checked-out commit, and 
     an untracked file is in the way          git refuses and names the file; likewise
 """
 
-from app.fleet.errors import FleetError
+from app.fleet.errors import TemplateError
 from app.fleet.template import trees
 from app.fleet.template.git import Git
 from app.fleet.template.merge import Merge
@@ -18,7 +18,7 @@ from app.fleet.template.releases import Release
 
 def check_is_clean(git: Git) -> None:
     if git("status", "--porcelain", "--untracked-files=no"):
-        raise FleetError("there are changes that are not committed: commit or stash them, and repeat the command")
+        raise TemplateError("there are changes that are not committed: commit or stash them, and repeat the command")
 
 
 def name_for(git: Git, target: Release) -> str:
@@ -27,7 +27,7 @@ def name_for(git: Git, target: Release) -> str:
     if git.succeeds("rev-parse", "--verify", "--quiet", f"refs/heads/{name}") and not git.succeeds(
         "merge-base", "--is-ancestor", f"refs/heads/{name}", "HEAD"
     ):
-        raise FleetError(
+        raise TemplateError(
             f"the branch {name} exists already: merge it, or delete it (git branch -D {name}), and repeat the command"
         )
     return name

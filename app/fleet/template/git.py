@@ -1,11 +1,11 @@
-"""Run git in one work tree. A command that fails raises `FleetError` with what git has written."""
+"""Run git in one work tree. A command that fails raises `TemplateError` with what git has written."""
 
 import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from app.fleet.errors import FleetError
+from app.fleet.errors import TemplateError
 
 # Git asks for no password, because nobody may be there to answer; it fails instead.
 ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
@@ -57,11 +57,11 @@ class Git:
                 check=False,
             )
         except FileNotFoundError:
-            raise FleetError("git is not installed: install it and repeat the command") from None
+            raise TemplateError("git is not installed: install it and repeat the command") from None
 
 
-def failure(arguments: tuple[str, ...], done: "subprocess.CompletedProcess[bytes]") -> FleetError:
-    return FleetError(f"`git {arguments[0]}` failed: {text(done.stderr or done.stdout).strip()}")
+def failure(arguments: tuple[str, ...], done: "subprocess.CompletedProcess[bytes]") -> TemplateError:
+    return TemplateError(f"`git {arguments[0]}` failed: {text(done.stderr or done.stdout).strip()}")
 
 
 def text(output: bytes) -> str:

@@ -15,7 +15,7 @@ The base and the release are renamed as the clone is (`names.py`), so that the n
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from app.fleet.errors import FleetError
+from app.fleet.errors import FencedFilesEdited, TemplateError
 from app.fleet.template import names, record, trees
 from app.fleet.template.git import Git
 from app.fleet.template.record import Record
@@ -26,10 +26,6 @@ FENCED = ("app/fleet", "alembic/versions/fleet")
 OWN = ("alembic/versions/app",)
 LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-bench.lock")
 PAGES = ("README.md", "CHANGELOG.md")
-
-
-class FencedFilesEdited(FleetError):
-    """Raised for a clone that has changed files in a fenced directory."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +178,7 @@ def merge_files(git: Git, old: Files, ours: Files, new: Files, label: str) -> tu
 def renamed(git: Git, files: Files, known: Record) -> Files:
     """Return the files of the template with the name of the clone."""
     if record.FILE not in files:
-        raise FleetError(f"this commit of the template has no {record.FILE}: it is older than the first release")
+        raise TemplateError(f"this commit of the template has no {record.FILE}: it is older than the first release")
     template = Record.parse(git.blob(files[record.FILE].oid).decode())
     found = dict(files)
     if (template.name, template.title) != (known.name, known.title):
@@ -197,7 +193,7 @@ def renamed(git: Git, files: Files, known: Record) -> Files:
 def record_of(git: Git, files: Files) -> str:
     """Return the number of this release."""
     if record.FILE not in files:
-        raise FleetError(f"this commit of the template has no {record.FILE}: it is older than the first release")
+        raise TemplateError(f"this commit of the template has no {record.FILE}: it is older than the first release")
     return Record.parse(git.blob(files[record.FILE].oid).decode()).release
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.fleet.errors import FleetError
+from app.fleet.errors import NameInvalid
 from app.fleet.template import record
 from app.fleet.template.record import Record
 
@@ -56,12 +56,6 @@ PLACES = {
         Place("`", "`|-worker`"),
     ],
 }
-
-
-class NameInvalid(FleetError):
-    """Raised by `flotilla rename`, for a name or title that cannot be used."""
-
-    exit_code = 2
 
 
 def places(path: str) -> list[Place]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from app.fleet.errors import FleetError
+from app.fleet.errors import TemplateError
 
 FILE = ".flotilla-template"
 COMMENT = """\
@@ -34,14 +34,14 @@ class Record:
             values = tomllib.loads(text)
             return cls(**{each.name: str(values[each.name]) for each in dataclasses.fields(cls)})
         except (tomllib.TOMLDecodeError, KeyError) as error:
-            raise FleetError(f"{FILE} is damaged ({error}): restore it, `git restore {FILE}`") from error
+            raise TemplateError(f"{FILE} is damaged ({error}): restore it, `git restore {FILE}`") from error
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         try:
             return cls.parse((folder / FILE).read_text())
         except FileNotFoundError:
-            raise FleetError(
+            raise TemplateError(
                 f"there is no {FILE} here: run the command in the top folder of a repository that was made from the "
                 f"template"
             ) from None

@@ -15,18 +15,12 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from app.fleet.errors import FleetError
+from app.fleet.errors import ReleaseUnknown, TemplateError
 from app.fleet.template import record
 from app.fleet.template.git import Git
 from app.fleet.template.record import Record
 
 VERSION = re.compile(r"refs/tags/v?(\d+)\.(\d+)\.(\d+)")
-
-
-class ReleaseUnknown(FleetError):
-    """Raised for a wrong `--to` or `--from`."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class Template:
         """Return the commit that the checked-out commit of the clone is based on."""
         if commit := known.known_commit:
             if not self.git.succeeds("cat-file", "-e", f"{commit}^{{commit}}"):
-                raise FleetError(
+                raise TemplateError(
                     f"{self.source} does not have the commit {commit}, which {record.FILE} names: is it the repository "
                     f"of the template?"
                 )
