@@ -365,7 +365,7 @@ def test_an_update_that_was_interrupted_can_be_repeated(
             return super().__call__(*arguments, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr("app.fleet.cli.template.Git", Interrupted)
+        patch.setattr("app.fleet.template.commands.Git", Interrupted)
         CliRunner().invoke(app, ["update", "--from", str(Path.cwd().parent / "template")])
     clone.git("switch", "--quiet", "--discard-changes", "main")
     done = update()
@@ -486,9 +486,9 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
         Record.read(tmp_path)
 
 
-def test_the_branch_has_the_name_of_the_release(clone: Repository) -> None:
-    assert branch.name_for(clone.git, releases.Release("0", "v1.2.3")) == "flotilla-update-1.2.3"
-    assert branch.name_for(clone.git, releases.Release("0", "feature/x")) == "flotilla-update-feature-x"
+def test_the_branch_has_the_name_of_the_release() -> None:
+    assert branch.name_for(releases.Release("0", "v1.2.3")) == "flotilla-update-1.2.3"
+    assert branch.name_for(releases.Release("0", "feature/x")) == "flotilla-update-feature-x"
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

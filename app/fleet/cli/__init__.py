@@ -12,9 +12,10 @@ from typing import NoReturn
 import typer
 
 from app import __version__
-from app.fleet.cli import actions, clients, database, instances, locks, runs, template, trigger
+from app.fleet.cli import actions, clients, database, instances, locks, runs, trigger
 from app.fleet.cli.terminal import warn, write
 from app.fleet.errors import FleetError
+from app.fleet.template import commands as template
 
 app = typer.Typer(
     name="flotilla",

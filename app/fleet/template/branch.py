@@ -21,16 +21,18 @@ def check_is_clean(git: Git) -> None:
         raise TemplateError("there are changes that are not committed: commit or stash them, and repeat the command")
 
 
-def name_for(git: Git, target: Release) -> str:
-    """Return the name of the branch. A branch of this name that has commits of its own is in the way."""
-    name = f"flotilla-update-{target.label.removeprefix('v').replace('/', '-')}"
+def name_for(target: Release) -> str:
+    return f"flotilla-update-{target.label.removeprefix('v').replace('/', '-')}"
+
+
+def check_is_free(git: Git, name: str) -> None:
+    """Refuse to overwrite a branch that has commits of its own."""
     if git.succeeds("rev-parse", "--verify", "--quiet", f"refs/heads/{name}") and not git.succeeds(
         "merge-base", "--is-ancestor", f"refs/heads/{name}", "HEAD"
     ):
         raise TemplateError(
             f"the branch {name} exists already: merge it, or delete it (git branch -D {name}), and repeat the command"
         )
-    return name
 
 
 def create(git: Git, merge: Merge, name: str) -> None:
@@ -42,7 +44,7 @@ def create(git: Git, merge: Merge, name: str) -> None:
         return
     git("switch", "--quiet", "--force-create", name)
     git("read-tree", "-m", "-u", "HEAD", tree)
-    # The stages tell git which files are in conflict.
+    # The stages mark the files in conflict.
     removed = "".join(f"0 {'0' * 40}\t{path}\0" for path in {each.path for each in merge.conflicts})
     stages = "".join(f"{each.mode} {each.oid} {each.stage}\t{each.path}\0" for each in merge.conflicts)
     git("update-index", "-z", "--index-info", given=(removed + stages).encode(errors="surrogateescape"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app.fleet.errors import TemplateError
 
-# Git asks for no password, because nobody may be there to answer; it fails instead.
+# Git does not ask for a password, for which a script would wait forever; it fails instead.
 ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
 
 

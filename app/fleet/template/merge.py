@@ -2,7 +2,7 @@
 
     app/fleet, alembic/versions/fleet   the release's files, whole. A clone that has edited them is refused
     alembic/versions/app                the clone's files: they are the history of its database
-    files that the clone has deleted    stay deleted, also those that the release adds to a deleted folder or moves
+    files that the clone has deleted    stay deleted. So does a file that the release adds to a deleted folder or moves
     the Python lock files               the release's, or the clone's if the clone has changed them
     README.md, CHANGELOG.md             merged if that is possible without a conflict, otherwise the clone's
     all other files                     merged three ways by git; what both have changed may conflict
@@ -12,7 +12,6 @@ The merge happens in git's database of objects. It changes no branch, no index a
 The base and the release are renamed as the clone is (`names.py`), so that the new name is no difference between them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from app.fleet.errors import FencedFilesEdited, TemplateError
@@ -45,7 +44,7 @@ class Merge:
     record: Record
     files: Files
     conflicts: list[Conflict]
-    # Files by what happens to them, in the order in which they are printed.
+    # Files by what happens to them.
     classes: dict[str, list[str]]
     # The text of CHANGELOG.md at the base and in the release.
     changelogs: tuple[str, str]
@@ -58,57 +57,53 @@ class Merge:
 def merge(git: Git, template: Template, base: Release, target: Release) -> Merge:
     """Merge the release into the checked-out commit."""
     ours = trees.read(git, "HEAD")
-    known = Record.parse(git.blob(ours[record.FILE].oid).decode())
-    original = trees.read(git, base.commit)
-    theirs = trees.read(git, target.commit)
-    changelogs = (changelog(git, original), changelog(git, theirs))
-    release = record_of(git, theirs)
-    old = renamed(git, original, known)
-    new = renamed(git, theirs, known)
-    # Written at the end.
+    known = record_in(git, ours)
+    old, new = (renamed(git, trees.read(git, each.commit), known) for each in (base, target))
+    updated = replace(known, release=record_in(git, new).release, commit=target.commit, source=template.source)
+    changelogs = changelog(git, old), changelog(git, new)
+    # It is written at the end.
     old[record.FILE] = new[record.FILE] = ours[record.FILE]
     check_fence(git, old, ours, new)
-    before = dict(new)
-    for path in (*old, *new):
-        if below(path, OWN):
-            leave(path, old, new)
-    for path in LOCKS:
-        if ours.get(path) != old.get(path):
-            leave(path, old, new)
-    kept = [path for path in before if before[path] != new.get(path)]
+    kept = keep_own(old, ours, new)
     left_out = leave_deleted(git, old, ours, new)
     merged, conflicts = merge_files(git, old, ours, new, target.label)
-    for page in PAGES:
-        if any(conflict.path == page for conflict in conflicts):
+    if pages := {each.path for each in conflicts} & set(PAGES):
+        for page in pages:
             leave(page, old, new)
-            kept.append(page)
-    if kept and conflicts:
+        kept += pages
         merged, conflicts = merge_files(git, old, ours, new, target.label)
-    updated = replace(known, release=release, commit=target.commit, source=template.source)
+    classes = classify(ours, new, merged, {each.path for each in conflicts})
     merged[record.FILE] = replace(ours[record.FILE], oid=git.store(updated.text().encode()))
-    clashing = sorted({conflict.path for conflict in conflicts})
+    return Merge(updated, merged, conflicts, {**classes, "kept": sorted(kept), "left out": left_out}, changelogs)
 
-    def where(condition: Callable[[str], bool]) -> list[str]:
-        paths = sorted({*old, *new, *ours} - {*clashing, record.FILE})
-        return [path for path in paths if merged.get(path) != ours.get(path) and condition(path)]
 
-    return Merge(
-        record=updated,
-        files=merged,
-        conflicts=conflicts,
-        classes={
-            "replaced": where(lambda path: below(path, FENCED)),
-            "added": where(lambda path: not below(path, FENCED) and path not in ours),
-            "removed": where(lambda path: not below(path, FENCED) and path not in merged),
-            "taken": where(lambda path: not below(path, FENCED) and path in ours and merged.get(path) == new.get(path)),
-            "merged": where(lambda path: not below(path, FENCED) and path in ours and path in merged
-                            and merged[path] != new.get(path)),
-            "kept": sorted(kept),
-            "left out": left_out,
-            "conflict": clashing,
-        },
-        changelogs=changelogs,
-    )  # fmt: skip
+def classify(ours: Files, new: Files, merged: Files, clashing: set[str]) -> dict[str, list[str]]:
+    """Return the files that change, by what happens to them."""
+    classes: dict[str, list[str]] = {"replaced": [], "added": [], "removed": [], "taken": [], "merged": []}
+    for path in sorted({*ours, *merged} - clashing):
+        if merged.get(path) == ours.get(path):
+            continue
+        if below(path, FENCED):
+            kind = "replaced"
+        elif path not in ours:
+            kind = "added"
+        elif path not in merged:
+            kind = "removed"
+        else:
+            kind = "taken" if merged[path] == new.get(path) else "merged"
+        classes[kind].append(path)
+    return {**classes, "conflict": sorted(clashing)}
+
+
+def keep_own(old: Files, ours: Files, new: Files) -> list[str]:
+    """Keep the files that an update leaves as they are. Return those that the release would have changed."""
+    kept = []
+    for path in {*old, *new}:
+        is_own = below(path, OWN) or (path in LOCKS and ours.get(path) != old.get(path))
+        if is_own and old.get(path) != new.get(path):
+            leave(path, old, new)
+            kept.append(path)
+    return kept
 
 
 def check_fence(git: Git, old: Files, ours: Files, new: Files) -> None:
@@ -126,7 +121,7 @@ def check_fence(git: Git, old: Files, ours: Files, new: Files) -> None:
 
 
 def leave(path: str, old: Files, new: Files) -> None:
-    """Make the release's file equal to that of the base, so that the merge keeps the clone's."""
+    """Make the file of the release equal to the file of the base: the merge then keeps the clone's file."""
     if path in old:
         new[path] = old[path]
     else:
@@ -159,7 +154,7 @@ def folders(paths: "set[str] | Files | list[str]") -> set[str]:
 
 
 def merge_files(git: Git, old: Files, ours: Files, new: Files, label: str) -> tuple[Files, list[Conflict]]:
-    """Merge by git. Return the merged files, with marks in those that conflict, and the conflicts."""
+    """Merge by git. Return the merged files, in which conflicts are marked, and the conflicts."""
     ancestor = trees.commit(git, old)
     sides = trees.commit(git, ours, ancestor), trees.commit(git, new, ancestor)
     _, output = git.merge_tree("--write-tree", "-z", "--no-messages", *sides)
@@ -177,9 +172,7 @@ def merge_files(git: Git, old: Files, ours: Files, new: Files, label: str) -> tu
 
 def renamed(git: Git, files: Files, known: Record) -> Files:
     """Return the files of the template with the name of the clone."""
-    if record.FILE not in files:
-        raise TemplateError(f"this commit of the template has no {record.FILE}: it is older than the first release")
-    template = Record.parse(git.blob(files[record.FILE].oid).decode())
+    template = record_in(git, files)
     found = dict(files)
     if (template.name, template.title) != (known.name, known.title):
         for path in filter(names.places, files):
@@ -190,11 +183,10 @@ def renamed(git: Git, files: Files, known: Record) -> Files:
     return found
 
 
-def record_of(git: Git, files: Files) -> str:
-    """Return the number of this release."""
+def record_in(git: Git, files: Files) -> Record:
     if record.FILE not in files:
-        raise TemplateError(f"this commit of the template has no {record.FILE}: it is older than the first release")
-    return Record.parse(git.blob(files[record.FILE].oid).decode()).release
+        raise TemplateError(f"a commit has no {record.FILE}: it is older than the first release of the template")
+    return Record.parse(git.blob(files[record.FILE].oid).decode())
 
 
 def changelog(git: Git, files: Files) -> str:

@@ -5,7 +5,7 @@ The name is a DNS label, in Compose, the manifests and the project; the title is
 running deployments, or to the template.
 
 A second rename finds its places by the present name. Therefore a name that these places contain already, such as
-`postgres`, is refused: the two could not be told apart any more.
+`postgres`, is refused: a later rename could not distinguish the two.
 """
 
 import re
@@ -47,7 +47,7 @@ PLACES = {
     "k8s/": [
         # Names, labels, selectors, images and secrets.
         Place("[nN]ame: |/name=|image: ", r"(?![\w.])"),
-        # Host names: that of the route, and that of the database for trials.
+        # Host names of the route and of the database for trials.
         Place("- ", r"\.example$"),
         Place("@", "-postgres:"),
         # Comments.

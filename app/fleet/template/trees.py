@@ -1,7 +1,7 @@
 """Git trees as dictionaries of files, so that a file can be replaced or left out before trees are merged.
 
 A commit without history is made of each tree: a merge needs no more than the base and the two sides. So it works for
-clones whose history does not begin with that of the template.
+clones that have not kept the history of the template.
 """
 
 import tempfile

@@ -1,19 +1,22 @@
-"""Commands for a repository that was made from the template: take a later release, and give the service its name."""
+"""Commands for a repository that was made from the template: take a later release, and give the service its name.
+
+They need no settings and no database, so they use nothing of `app/fleet/cli`, which lists them.
+"""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from app.fleet.cli.terminal import write
 from app.fleet.errors import TemplateError
+from app.fleet.telemetry.redaction import printable
 from app.fleet.template import branch, names, notes, releases
 from app.fleet.template.git import Git
 from app.fleet.template.merge import Merge, merge
 from app.fleet.template.record import Record
 from app.fleet.template.releases import Release
 
-# What is printed about the files of each class of `Merge`, and whether all of them are listed.
+# The text that is printed for each class of files in a `Merge`, and whether the files are listed.
 CLASSES = {
     "replaced": ("replaced, in the fenced directories", False),
     "added": ("added by the release", False),
@@ -37,7 +40,7 @@ def update(
         bool, typer.Option("--dry-run", help="Only print what would happen to which files, and the release notes.")
     ] = False,
 ) -> None:
-    """Merge a later release of the template into this repository, on a branch of its own."""
+    """Merge a later release of the template into this repository, on a new branch."""
     git = Git(Path.cwd())
     known = Record.read(git.folder)
     if Path(git("rev-parse", "--show-toplevel")).resolve() != git.folder.resolve():
@@ -50,7 +53,9 @@ def update(
     if git.succeeds("merge-base", "--is-ancestor", target.commit, base.commit):
         write(f"nothing to do: this repository has {base.label} ({base.commit[:9]}), which contains {target.label}")
         return
-    name = branch.name_for(git, target)
+    name = branch.name_for(target)
+    if not dry_run:
+        branch.check_is_free(git, name)
     merged = merge(git, template, base, target)
     show(merged, base, target)
     if dry_run:
@@ -104,3 +109,8 @@ def rename(
         write("nothing to do: this is its name already")
     for path in changed:
         write(f"renamed in {path}")
+
+
+def write(text: str) -> None:
+    """Print text. Control characters are escaped: file names and release notes come from another repository."""
+    typer.echo("\n".join(map(printable, text.split("\n"))))
