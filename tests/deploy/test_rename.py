@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import guides
+from tests.support import clones
 from tests.support.fleet import environment
 
 # They render the manifests with each component, and check names, labels, selectors and secrets among them.
@@ -17,7 +17,7 @@ CHECKS = ("tests/deploy/test_kubernetes.py", "tests/deploy/test_compose.py", "te
 def renamed(tmp_path: Path) -> Path:
     """A copy of this checkout with another name."""
     made = tmp_path / "clone"
-    guides.copy_checkout(made)
+    clones.copy_checkout(made)
     run_in(made, "app", "rename", "quay", "--title", "The quay")
     return made
 

@@ -17,7 +17,7 @@ import httpx
 import psycopg
 import pytest
 
-from tests.support import guides
+from tests.support import clones
 from tests.support.fleet import NO_TRUST, environment
 from tests.support.postgres import eventually, free_port
 from tests.support.tools import program
@@ -119,9 +119,9 @@ def template(tmp_path: Path) -> Path:
     """The repository of the template, with two releases."""
     program("git")
     made = Checkout(tmp_path / "template", "")
-    guides.copy_checkout(made.folder)
+    clones.copy_checkout(made.folder)
     write_record(made, RELEASES[0])
-    guides.commit_all(made.folder, "the first release", new=True)
+    clones.commit_all(made.folder, "the first release", new=True)
     made.git("tag", f"v{RELEASES[0]}")
     write_record(made, RELEASES[1])
     schema = "app/fleet/db/schema/cluster.py"
@@ -139,7 +139,7 @@ def template(tmp_path: Path) -> Path:
     )
     with (made.folder / "Makefile").open("a") as makefile:
         makefile.write("\ntrial:  ## Of the later release\n")
-    guides.commit_all(made.folder, "the second release")
+    clones.commit_all(made.folder, "the second release")
     made.git("tag", f"v{RELEASES[1]}")
     return made.folder
 
@@ -161,22 +161,16 @@ def clone(template: Path, tmp_path: Path, address: str) -> Iterator[Checkout]:
         check=True, capture_output=True,
     )  # fmt: skip
     own.git("switch", "--quiet", "--create", "main-of-harbour")
-    delete_example(own)
-    for kind, text in guides.walkthrough():
-        if kind == "python":
-            guides.write_file(
-                text.replace("import mailings, soundings", "import soundings").replace(
-                    "router.include_router(mailings.router)\n", ""
-                ),
-                own.folder,
-            )
+    clones.delete_example(own.folder)
+    clones.write_walkthrough(own.folder)
+    own.run("ruff", "check", "--no-cache", "--quiet", "--fix", "app/models.py")
     own.run("app", "rename", "harbour")
     own.edit("README.md", "# Harbour\n", "# Harbour\n\nOur own sentence.\n")
     own.run("app", "migrate")
     own.run("alembic", "revision", "--autogenerate", "-m", "soundings", "--head", "app@head",
             "--version-path", "alembic/versions/app")  # fmt: skip
     own.run("app", "migrate")
-    guides.commit_all(own.folder, "soundings")
+    clones.commit_all(own.folder, "soundings")
     yield own
     own.close()
 
@@ -187,18 +181,6 @@ def before(tmp_path: Path, address: str) -> Iterator[Checkout]:
     own = Checkout(tmp_path / "before", address)
     yield own
     own.close()
-
-
-def delete_example(own: Checkout) -> None:
-    """Delete what step 9 of the walkthrough names."""
-    for path in (
-        "app/actions/mailings.py", "app/routes/mailings.py", "tests/integration/test_examples.py",
-        "alembic/versions/app/app_0002_mailings.py",
-    ):  # fmt: skip
-        (own.folder / path).unlink()
-    models = own.folder / "app/models.py"
-    head = models.read_text().partition("\n\nclass Mailing")[0]
-    models.write_text(head + "\n")
 
 
 @pytest.mark.long

@@ -12,26 +12,39 @@ of this environment.
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from app.fleet.db import embedded
-from tests.support import guides
-from tests.support.fleet import environment
+from tests.support.fleet import ROOT, environment
 from tests.support.postgres import eventually, free_port
 from tests.support.tools import program
 
+PAGE = ROOT / "docs" / "start" / "first-action.md"
 NEEDED = ("bash", "curl", "git", "make")
 MAX_STEPS = 9
 # A process id, a time, a share, a duration, the number of an instance.
 LOOSE = re.compile(r"\d{4,}|\d\d:\d\d:\d\d|\d+(?=%)|\d+\.\d+|(?<=flotilla-)\d+")
 DONE = "-- the shell is done with that --"
+
+
+@dataclass(frozen=True)
+class Block:
+    kind: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    found = re.findall(r"^```(\S*)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return [Block(kind, text) for kind, text in found]
 
 
 class Reader:
@@ -82,6 +95,14 @@ class Reader:
             if len(there) >= 4 and there.isdecimal():
                 self.numbers.setdefault(there, here)
 
+    def write(self, text: str) -> None:
+        """Write the file that the first line names, or append to it."""
+        where, _, content = text.partition("\n")
+        named = re.fullmatch(r"# (app/\S+\.py)(, at the end)?", where)
+        assert named, f"a python block begins with the name of its file, and not with {where!r}"
+        path = self.clone / named[1]
+        path.write_text(f"{path.read_text()}\n\n{content}" if named[2] else content)
+
     def here(self, text: str) -> str:
         return re.sub(r"\d{4,}", lambda number: self.numbers.get(number[0], number[0]), text)
 
@@ -118,8 +139,11 @@ def started_in(folder: Path) -> Iterator[int]:
 def repository(tmp_path: Path) -> Path:
     """Create a repository to clone, with the files of this checkout, committed or not."""
     origin = tmp_path / "origin"
-    guides.copy_checkout(origin)
-    guides.commit_all(origin, "now", new=True)
+    ignored = (ROOT / ".gitignore").read_text().split()
+    shutil.copytree(ROOT, origin, ignore=shutil.ignore_patterns(".git", *(each.strip("/") for each in ignored)))
+    author = ("-c", "user.name=walkthrough", "-c", "user.email=walkthrough@fleet.example", "-c", "commit.gpgsign=no")
+    for command in (("init", "--quiet"), ("add", "."), (*author, "commit", "--quiet", "--message", "now")):
+        subprocess.run(["git", *command], cwd=origin, check=True)
     return origin
 
 
@@ -146,19 +170,19 @@ def lend_environment(clone: Path) -> None:
 @pytest.mark.long
 def test_every_command_of_the_walkthrough_shows_what_the_page_shows(repository: Path, reader: Reader) -> None:
     """The test takes long because the page starts three instances twice."""
-    for kind, text in guides.walkthrough():
-        match kind:
+    for block in blocks():
+        match block.kind:
             case "sh" if not reader.clone.exists():
-                first, *rest = text.replace("<repository>", str(repository)).splitlines()
+                first, *rest = block.text.replace("<repository>", str(repository)).splitlines()
                 reader.type(first)
                 lend_environment(reader.clone)
                 reader.type("\n".join(rest))
             case "sh":
-                reader.type(text)
+                reader.type(block.text)
             case "text":
-                reader.expect(text)
+                reader.expect(block.text)
             case "python":
-                guides.write_file(text, reader.clone)
+                reader.write(block.text)
             case other:
                 pytest.fail(f"a block of the walkthrough is sh, text or python, and not {other!r}")
     assert set(started_in(reader.clone)) <= {reader.shell.pid}, "the page leaves something running"
@@ -169,6 +193,6 @@ def test_every_command_of_the_walkthrough_shows_what_the_page_shows(repository: 
 
 
 def test_the_walkthrough_has_few_steps() -> None:
-    steps = re.findall(r"^## (\d+)\. ", guides.WALKTHROUGH.read_text(), re.MULTILINE)
+    steps = re.findall(r"^## (\d+)\. ", PAGE.read_text(), re.MULTILINE)
     assert steps == [str(number) for number in range(1, len(steps) + 1)]
     assert len(steps) <= MAX_STEPS

@@ -1,12 +1,13 @@
 """A clone with its own files passes the checks of the template, whatever the conventions of these files are."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import guides
+from tests.support.fleet import ROOT
 
 ACTION = """import logging
 
@@ -35,7 +36,9 @@ CODE_CHECKS = "log or error or exists or machine or environment or anomaly or do
 def clone(tmp_path: Path) -> Path:
     """A copy of this checkout, with an action, a package of routes, an error and a setting added."""
     made = tmp_path / "clone"
-    guides.copy_checkout(made)
+    ignored = (ROOT / ".gitignore").read_text().split()
+    shutil.copytree(ROOT, made, ignore=shutil.ignore_patterns(".git", *(each.strip("/") for each in ignored)))
+    shutil.copy(ROOT / ".gitignore", made)
     (made / "app" / "actions" / "anchor.py").write_text(ACTION.replace("PAGE", "docs" + "/anchors.md"))
     (made / "app" / "routes" / "anchors").mkdir()
     (made / "app" / "routes" / "anchors" / "__init__.py").touch()

@@ -45,6 +45,6 @@ def create(git: Git, merge: Merge, name: str) -> None:
     git("switch", "--quiet", "--force-create", name)
     git("read-tree", "-m", "-u", "HEAD", tree)
     # The stages mark the files in conflict.
-    removed = "".join(f"0 {'0' * 40}\t{path}\0" for path in {each.path for each in merge.conflicts})
+    removed = "".join(f"0 {'0' * len(tree)}\t{path}\0" for path in {each.path for each in merge.conflicts})
     stages = "".join(f"{each.mode} {each.oid} {each.stage}\t{each.path}\0" for each in merge.conflicts)
     git("update-index", "-z", "--index-info", given=(removed + stages).encode(errors="surrogateescape"))
