@@ -16,7 +16,7 @@ from app.fleet.template.merge import Merge, merge
 from app.fleet.template.record import Record
 from app.fleet.template.releases import Release
 
-# The text that is printed for each class of files in a `Merge`, and whether the files are listed.
+# For each class of files in a `Merge`, in this order: the text that is printed, and whether the files are listed.
 CLASSES = {
     "replaced": ("replaced, in the fenced directories", False),
     "added": ("added by the release", False),
@@ -73,9 +73,8 @@ def show(merged: Merge, base: Release, target: Release) -> None:
     for heading, text in changed.items():
         write(f"## {heading}\n\n{text}\n")
     write(f"from {base.label} ({base.commit[:9]}) to {target.label} ({target.commit[:9]}):")
-    for kind, paths in merged.classes.items():
-        if paths:
-            text, listed = CLASSES[kind]
+    for kind, (text, listed) in CLASSES.items():
+        if paths := merged.classes[kind]:
             write(f"  {len(paths):4} {text}")
             for path in paths if listed else []:
                 write(f"         {path}")
