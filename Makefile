@@ -5,20 +5,33 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv/.bench-installed
 
+# The parts of `make check`. The hooks of `.pre-commit-config.yaml` are the same.
+CHECKS := format lint types imports locks documentation
+
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-mine check golden bench chaos image-test lock tools clean
+.PHONY: help setup up down test test-mine check $(CHECKS:%=check-%) hooks golden bench chaos image-test lock upgrade \
+  tools clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Prepare .venv; the other commands run it first if needed
 
-$(STAMP): requirements-dev.lock pyproject.toml
+define create_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Flotilla needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+endef
+
+define install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --no-build-isolation -e .
+endef
+
+$(STAMP): requirements-dev.lock pyproject.toml
+	$(create_venv)
+	@$(BIN)/python scripts/locks check
+	$(install)
 	@touch $(STAMP)
 
 up: setup  ## Start three instances on ports 8000-8002, on the embedded PostgreSQL
@@ -34,13 +47,29 @@ test: setup tools $(if $(CI),$(BENCH_STAMP))  ## Run all tests
 test-mine: setup  ## Run the tests of your own code only: tests/mine
 	$(BIN)/python -m pytest -q tests/mine
 
-check: setup  ## Format, lint, types, import contract, documentation, model-migration drift
+check: $(CHECKS:%=check-%)  ## Format, lint, types, import contract, lock files, documentation, model-migration drift
+
+check-format: setup
 	$(BIN)/ruff format --check .
+
+check-lint: setup
 	$(BIN)/ruff check .
+
+check-types: setup
 	$(BIN)/mypy
 	cd alembic && ../$(BIN)/mypy --config-file ../pyproject.toml env.py versions/fleet versions/app
+
+check-imports: setup
 	$(BIN)/lint-imports
+
+check-locks: setup
+	$(BIN)/python scripts/locks check
+
+check-documentation: setup
 	$(BIN)/python -m pytest -q tests/unit/test_documentation.py tests/integration/test_migrations.py
+
+hooks: setup  ## Run these checks before each commit of this clone
+	$(BIN)/prek install
 
 golden: setup  ## Write the golden files of the SQL statements again, after an intended change
 	$(BIN)/python -m app.fleet.sql --write tests/golden
@@ -63,14 +92,16 @@ image-test: setup  ## Build the Dockerfile without a container engine, and serve
 tools: setup  ## Install the programs that some tests need (HAProxy, PgBouncer, …), where that is possible
 	@scripts/tools
 
-lock: setup  ## Resolve the dependencies again, and write the lock files with hashes
-	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-header --output-file requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-header --group dev --constraint requirements.lock --output-file requirements-dev.lock
-	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-header --group bench --constraint requirements-dev.lock \
-	  --output-file requirements-bench.lock
+# The lock files are written by the uv that they contain, even if they lack a package that pyproject.toml declares.
+$(BIN)/uv:
+	$(create_venv)
+	$(install)
+
+lock: $(BIN)/uv  ## Add to the lock files what pyproject.toml declares; all other versions stay
+	$(BIN)/python scripts/locks write
+
+upgrade: $(BIN)/uv  ## Upgrade the lock files to versions that have been public for a week
+	$(BIN)/python scripts/locks upgrade
 
 clean: down  ## Stop everything, and remove all generated files
 	rm -rf .venv .flotilla

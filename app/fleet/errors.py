@@ -21,6 +21,10 @@
     │   └── WorkspaceTaken              a living instance has this workspace
     ├── StartRefused                    an instance that `flotilla up` started has ended
     ├── InstanceUnknown                 no living instance has this name
+    ├── TemplateError                   an update from the template, or a new name, is impossible
+    │   ├── ReleaseUnknown              the template has no such release, or its address is unknown
+    │   ├── FencedFilesEdited           the repository has changed files that an update replaces
+    │   └── NameInvalid                 not a name or title of a service, or already used for something else
     ├── EngineError                     a request about an action or a run is invalid
     │   ├── ActionUnknown               no action has this name
     │   ├── PayloadInvalid              the payload does not fit the action
@@ -152,6 +156,26 @@ class InstanceUnknown(FleetError):
     """Raised by `flotilla down NAME`. `flotilla list` shows the names."""
 
     exit_code = 5
+
+
+class TemplateError(FleetError):
+    """Raised by `flotilla update` and `flotilla rename`. Follow the text; nothing has changed."""
+
+
+class ReleaseUnknown(TemplateError):
+    """Raised by `flotilla update`, for a wrong `--to` or `--from`. The text names the releases that exist."""
+
+    exit_code = 2
+
+
+class FencedFilesEdited(TemplateError):
+    """Raised by `flotilla update`. The text has the diff: undo these changes, or propose them to the template."""
+
+
+class NameInvalid(TemplateError):
+    """Raised by `flotilla rename`. Choose another name or title."""
+
+    exit_code = 2
 
 
 class EngineError(FleetError):

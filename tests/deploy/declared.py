@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from app.fleet.api_keys import make_key
+from app.fleet.template.record import Record
 from app.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
+# The name of the service, which `flotilla rename` changes.
+NAME = Record.read(ROOT).name
 # Secrets are in no file. These have the form that docs/guides/deploy.md requires.
 ADDRESS = "postgresql://flotilla_run:secret@database.example:5432/flotilla"
 API_KEYS = make_key("test", "admin")[1]

@@ -21,7 +21,7 @@ import yaml
 from app.fleet.role import Role
 from app.settings import Settings
 from tests.deploy import custom_resources
-from tests.deploy.declared import ADDRESS, API_KEYS, ROOT, settings_under
+from tests.deploy.declared import ADDRESS, API_KEYS, NAME, ROOT, settings_under
 from tests.support.fleet import run
 from tests.support.pages import blocks
 from tests.support.tools import program
@@ -31,11 +31,11 @@ OVERLAYS = sorted(each.name for each in (ROOT / "k8s/overlays").iterdir())
 COMPONENTS = sorted(each.name for each in (ROOT / "k8s/components").iterdir())
 # The secrets that the guide asks the operator to create.
 SECRETS: dict[str, dict[str, str]] = {
-    "flotilla": {"DATABASE_URL": ADDRESS, "FLOTILLA_API_KEYS": API_KEYS},
-    "flotilla-migration": {"DATABASE_URL": ADDRESS},
+    NAME: {"DATABASE_URL": ADDRESS, "FLOTILLA_API_KEYS": API_KEYS},
+    f"{NAME}-migration": {"DATABASE_URL": ADDRESS},
 }
 # The secrets that an operator makes by itself.
-OPERATOR_SECRETS = {"flotilla-postgres-app": {"uri": ADDRESS}}
+OPERATOR_SECRETS = {f"{NAME}-postgres-app": {"uri": ADDRESS}}
 PROBES = ("startup", "readiness", "liveness")
 # The requirements of the level "restricted" of Pod Security, and a read-only file system.
 RESTRICTED = {
@@ -47,7 +47,7 @@ RESTRICTED = {
 STARTING = 10
 
 # A name that a Deployment would give to a pod.
-FIELDS = {"metadata.name": "flotilla-7c6d8f9b5-x2x4z"}
+FIELDS = {"metadata.name": f"{NAME}-7c6d8f9b5-x2x4z"}
 
 Object = dict[str, Any]
 
@@ -58,7 +58,7 @@ class Case:
 
     overlay: str
     components: tuple[str, ...] = ()
-    deployment: str = "flotilla"
+    deployment: str = NAME
 
     def __str__(self) -> str:
         return "-".join((self.overlay, *self.components, self.deployment))
@@ -66,13 +66,9 @@ class Case:
 
 CASES = [
     *(Case(overlay) for overlay in OVERLAYS),
-    *(Case(overlay, ("roles",), name) for overlay in OVERLAYS for name in ("flotilla", "flotilla-worker")),
+    *(Case(overlay, ("roles",), name) for overlay in OVERLAYS for name in (NAME, f"{NAME}-worker")),
     *(Case(overlay, (each,)) for overlay in OVERLAYS for each in ("monitoring", "gateway", "cloudnative-pg")),
-    *(
-        Case(overlay, ("roles", "autoscaling"), name)
-        for overlay in OVERLAYS
-        for name in ("flotilla", "flotilla-worker")
-    ),
+    *(Case(overlay, ("roles", "autoscaling"), name) for overlay in OVERLAYS for name in (NAME, f"{NAME}-worker")),
 ]
 
 
@@ -224,7 +220,7 @@ def test_a_pod_migrates_before_its_instance_starts_and_only_that_container_has_t
         [source["secretRef"]["name"] for source in each["envFrom"] if "secretRef" in source]
         for each in (rendered.container, rendered.migration)
     )
-    assert migration == [*own, "flotilla-migration"]
+    assert migration == [*own, f"{NAME}-migration"]
     assert len(own) == 1
 
 
@@ -240,7 +236,7 @@ def test_applying_a_commit_twice_or_the_next_one_needs_no_manual_step(rendered: 
     labels = {"app.kubernetes.io/name", "app.kubernetes.io/component"}
     for each in rendered.objects:
         assert "generateName" not in each["metadata"]
-        if each["kind"] == "Deployment" and each["metadata"]["name"].startswith("flotilla"):
+        if each["kind"] == "Deployment" and each["metadata"]["name"].startswith(NAME):
             assert set(each["spec"]["selector"]["matchLabels"]) <= labels
 
 
@@ -283,7 +279,7 @@ async def test_the_paths_of_the_probes_are_answered(rendered: Rendered) -> None:
 def test_probes_and_service_use_the_port_on_which_the_service_listens(rendered: Rendered) -> None:
     assert rendered.settings.host == "0.0.0.0"  # noqa: S104 — in a pod, every interface is the pod's
     assert rendered.container["ports"] == [{"name": "http", "containerPort": rendered.settings.port}]
-    (port,) = rendered.one("Service", "flotilla")["spec"]["ports"]
+    (port,) = rendered.one("Service", NAME)["spec"]["ports"]
     assert port["targetPort"] == "http"
     assert {rendered.probe(name)["httpGet"]["port"] for name in PROBES} == {"http"}
 
@@ -300,12 +296,12 @@ def test_the_selectors_of_a_deployment_match_its_pods_and_no_others(rendered: Re
 
 
 def test_the_service_leads_to_the_instances_that_serve_and_to_no_others(rendered: Rendered) -> None:
-    selector = rendered.one("Service", "flotilla")["spec"]["selector"]
+    selector = rendered.one("Service", NAME)["spec"]["selector"]
     assert selects(selector, template(rendered.deployment)) is rendered.settings.role.serves
 
 
 def test_the_component_roles_has_web_instances_and_workers_and_nothing_else_sets_a_role(rendered: Rendered) -> None:
-    expected = {"flotilla": Role.WEB, "flotilla-worker": Role.WORKER} if "roles" in rendered.case.components else {}
+    expected = {NAME: Role.WEB, f"{NAME}-worker": Role.WORKER} if "roles" in rendered.case.components else {}
     assert rendered.settings.role is expected.get(rendered.case.deployment, Role.ALL)
 
 
@@ -323,15 +319,15 @@ def test_deploys_and_node_drains_take_one_instance_at_a_time(rendered: Rendered)
 
 
 def test_other_pods_reach_only_the_port_of_the_service(rendered: Rendered) -> None:
-    policy = rendered.one("NetworkPolicy", "flotilla")["spec"]
+    policy = rendered.one("NetworkPolicy", NAME)["spec"]
     assert policy["policyTypes"] == ["Ingress"]
     assert policy["ingress"] == [{"ports": [{"port": "http"}]}]
     assert selects(policy["podSelector"]["matchLabels"], template(rendered.deployment))
 
 
 def test_the_pods_have_an_account_without_rights(rendered: Rendered) -> None:
-    assert rendered.pod["serviceAccountName"] == "flotilla"
-    assert rendered.one("ServiceAccount", "flotilla")["automountServiceAccountToken"] is False
+    assert rendered.pod["serviceAccountName"] == NAME
+    assert rendered.one("ServiceAccount", NAME)["automountServiceAccountToken"] is False
 
 
 def test_instances_are_spread_over_hosts_and_zones_if_possible(rendered: Rendered) -> None:

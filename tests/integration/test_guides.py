@@ -304,22 +304,6 @@ async def test_a_route_that_waits_for_a_run(address: str, guides: Blocks) -> Non
     assert found == [{"metres": 4.2}, 502]
 
 
-async def test_a_sign_in_of_the_service_for_the_dashboard(address: str, guides: Blocks) -> None:
-    async with local_instance(address) as here:
-        users = {"ann": types.SimpleNamespace(name="ann", is_operator=True)}
-
-        async def my_session(request: Request) -> Any:
-            if request.headers.get("x-user") not in users:
-                raise HTTPException(401)
-            return users[request.headers["x-user"]]
-
-        guides.stand_in("service", app=here.running.app, Request=Request, my_session=my_session)
-        head = "from service import Request, app, my_session\n"
-        guides.add(GUIDES / "dashboard.md", "dashboard.viewer", name="staff", head=head)
-        assert (await here.running.client.get("/dashboard")).status_code == 401
-        assert (await here.running.client.get("/dashboard", headers={"x-user": "ann"})).status_code == 200
-
-
 async def test_a_metric_of_the_service(guides: Blocks) -> None:
     module = guides.add(GUIDES / "monitor.md", "import Counter", name="metrics")
     try:

@@ -102,6 +102,11 @@ async def parcels(parcel: Parcel) -> Parcel:
     return parcel
 
 
+@router.get("/parcels/{number}")
+async def numbered_parcel(number: int) -> int:
+    return number
+
+
 @router.post("/raw")
 async def raw(body: Annotated[bytes, Body(media_type="application/octet-stream")]) -> int:
     return len(body)

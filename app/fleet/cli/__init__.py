@@ -1,8 +1,8 @@
 """The command line, `flotilla`: tables for people, `--json` for programs, and exit codes (`epilog`).
 
 Each noun has its own file; this file lists the commands. No command connects to an instance. `key`, `openapi`,
-`version` and `logs` need nothing at all, the others PostgreSQL, so they work from any machine, also while no instance
-runs.
+`version` and `logs` need nothing at all, `update` and `rename` the repository, and the others PostgreSQL, so they work
+from any machine, also while no instance runs.
 """
 
 import platform
@@ -15,6 +15,7 @@ from app import __version__
 from app.fleet.cli import actions, clients, database, instances, locks, runs, trigger
 from app.fleet.cli.terminal import warn, write
 from app.fleet.errors import FleetError
+from app.fleet.template import commands as template
 
 app = typer.Typer(
     name="flotilla",
@@ -40,6 +41,8 @@ app.command()(database.doctor)
 app.command()(database.psql)
 app.command()(clients.key)
 app.command()(clients.openapi)
+app.command()(template.update)
+app.command()(template.rename)
 
 
 @app.command()

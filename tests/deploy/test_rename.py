@@ -1,0 +1,42 @@
+"""After `flotilla rename`, the deployment of a service still fits together, and has its new name everywhere."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import clones
+from tests.support.fleet import environment
+
+# They render the manifests with each component, and check names, labels, selectors and secrets among them.
+CHECKS = ("tests/deploy/test_kubernetes.py", "tests/deploy/test_compose.py", "tests/deploy/test_dockerfile.py")
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> Path:
+    """A copy of this checkout with another name."""
+    made = tmp_path / "clone"
+    clones.copy_checkout(made)
+    run_in(made, "app", "rename", "quay", "--title", "The quay")
+    return made
+
+
+def run_in(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder, env=environment(None, {"PYTHONPATH": str(folder), "PYTHONWARNINGS": ""}),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+def test_the_deployment_of_a_renamed_service_passes_its_tests(renamed: Path) -> None:
+    """The test takes long because it renders all manifests."""
+    run_in(renamed, "pytest", "-q", "-x", "-p", "no:cacheprovider", *CHECKS)
+
+
+def test_the_title_of_the_api_is_the_new_one(renamed: Path) -> None:
+    assert '"title": "The quay"' in run_in(renamed, "app", "openapi")
