@@ -41,9 +41,8 @@ def test_every_command_of_the_walkthrough_shows_what_the_page_shows(tmp_path: Pa
                     pytest.fail(f"a block of the walkthrough is sh, text or python, and not {other!r}")
         assert set(started_in(reader.clone)) <= {reader.shell.pid}, "the page leaves something running"
         for check in (["check"], ["format", "--check"]):
-            subprocess.run(
-                [sys.executable, "-m", "ruff", *check, "--quiet", "app", "alembic", "tests/mine"], cwd=reader.clone, check=True
-            )
+            command = [sys.executable, "-m", "ruff", *check, "--quiet", "app", "alembic", "tests/mine"]
+            subprocess.run(command, cwd=reader.clone, check=True)
 
 
 def test_the_walkthrough_has_few_steps() -> None:

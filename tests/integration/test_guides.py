@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import httpx
 import psycopg
 import pytest
-from fastapi import HTTPException, Request
+from fastapi import HTTPException
 from prometheus_client import REGISTRY, generate_latest
 from pydantic import BaseModel
 from sqlalchemy import MetaData
