@@ -188,7 +188,9 @@ def test_every_command_of_the_walkthrough_shows_what_the_page_shows(repository: 
     assert set(started_in(reader.clone)) <= {reader.shell.pid}, "the page leaves something running"
     for check in (["check"], ["format", "--check"]):
         subprocess.run(
-            [sys.executable, "-m", "ruff", *check, "--quiet", "app", "alembic", "tests/mine"], cwd=reader.clone, check=True
+            [sys.executable, "-m", "ruff", *check, "--quiet", "app", "alembic", "tests/mine"],
+            cwd=reader.clone,
+            check=True,
         )
 
 
