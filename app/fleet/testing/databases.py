@@ -2,8 +2,8 @@
 
 Without an address, the server is the embedded one. Its files are prepared once, with a migrated database, under
 `.flotilla/testing`, and prepared again when a migration changes. Each run of the tests has a copy of them in a
-temporary folder, which all its processes share (pytest-xdist); the last one that ends stops the server and deletes the
-copy. With an address, the databases are created on that server.
+temporary folder, which all its processes share (pytest-xdist). The last process stops the server and deletes the copy.
+With an address, the databases are created on that server.
 
 A test's database is a copy of the migrated one, which takes a tenth of the time of a migration.
 
@@ -118,7 +118,7 @@ def start(server: TemporaryServer) -> None:
 
 
 def prepare() -> Server:
-    """Create the files of a server with a migrated database, if those of these migrations do not exist."""
+    """Create the files of a server with a migrated database, unless they exist for these migrations."""
     prepared = TemporaryServer(PREPARED / digest_of_migrations())
     done = prepared.home / "done"
     if not done.exists():

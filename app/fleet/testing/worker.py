@@ -1,14 +1,14 @@
 """The worker of a test: another instance in the test process, which executes the attempts, and can die.
 
 It has its own pool, its own link, its own row among the instances, and its own executor and run writer, all of them
-real. It claims only what the test tells it to, with the statements of every claim.
+real. It claims only when the test executes runs, with the statements of every claim.
 
     a death                                         is
     the attempt stops                               frozen at a point (`faults.py`)
     what its run writer has not written             forgotten
     its open transactions                           rolled back: PostgreSQL ends the sessions of its pool
     its presence, its locks, its keys of `once`     released by the transaction that marks its row gone, and which
-    its runs                                        rescues its runs: the hooks are those of a real death
+    its runs                                        rescues its runs, by the same hooks as at a real death
     its process                                     only this object: what it holds in memory stays until the test ends
 
 The order is the one of this table: a transaction that were still open would keep its run from being rescued.
