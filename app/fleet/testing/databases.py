@@ -78,11 +78,13 @@ class Databases:
 @contextmanager
 def databases(run: str, address: str | None = None) -> Iterator[Databases]:
     """Provide databases for one run of the tests, which all its processes share; `run` is its name."""
+    template = f"template_{run}"
+    if address is not None:
+        with_database(address, template)  # raises if the address has another form
     folder = Path(tempfile.gettempdir()) / f"flotilla-testing-{run}"
     folder.mkdir(exist_ok=True)
     # PostgreSQL does not run as root, and must be able to enter the folder.
     folder.chmod(0o711)
-    template = f"template_{run}"
     server = TemporaryServer(folder / "postgresql")
     with (folder / "users").open("w") as users:
         with exclusive_access(PREPARED):
