@@ -280,7 +280,10 @@ async def test_an_attempt_that_has_committed_cannot_be_overtaken(instance: Insta
         await instance.run(kit_actions.sail, Voyage(), overtaken_at("committed"))
 
 
-async def test_an_attempt_cannot_be_overtaken_while_a_transaction_guards_its_run(instance: Instance) -> None:
+async def test_an_attempt_cannot_be_overtaken_while_a_transaction_guards_its_run(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.testing.worker.RESCUE_TIMEOUT", 0.5)
     with pytest.raises(EngineError, match=r"as `run\.guard` does"):
         await instance.run("sail-guarded", None, overtaken_at("transaction"))
 

@@ -4,10 +4,10 @@
 rates of actions, limits, and breakers. What was due in five minutes is due after `advance("5m")`. The worker writes
 the delay of a retry without its random part; the `jitter` of a schedule stays random.
 
-Schedules stand still, except those of the actions that the test names: otherwise a week would have ten thousand slots
-of an action that the test is not about. Time goes from slot to slot of these actions, so each of them gets its run at
-its turn, as in a running cluster, and not as a slot that an outage has missed. The real scheduler inserts the runs. A
-slot is an instant of PostgreSQL's clock: `scheduled_for` is about the time at which the test runs, also for `cron`.
+Schedules stand still, unless the test names their actions: otherwise a week would have ten thousand slots of actions
+that the test is not about. Time goes from slot to slot of the named actions, so each slot gets its run at its turn, as
+in a running cluster, and not as a slot that an outage has missed. The real scheduler inserts the runs. A slot is an
+instant of PostgreSQL's clock: `scheduled_for` is about the time at which the test runs, also for `cron`.
 
 Not moved: rows of your own tables, the retention of finished runs and of keys of `once`, leases of locks, and the
 deadline of an attempt that is being executed.

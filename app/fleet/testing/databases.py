@@ -2,8 +2,8 @@
 
 Without an address, the server is the embedded one. Its files are prepared once, with a migrated database, under
 `.flotilla/testing`, and prepared again when a migration changes. Each run of the tests has a copy of them in a
-temporary folder, which all its processes share (pytest-xdist); the last one that ends stops the server and deletes the
-copy. With an address, the databases are created on that server.
+temporary folder, which all its processes share (pytest-xdist). The last process stops the server and deletes the copy.
+With an address, the databases are created on that server.
 
 A test's database is a copy of the migrated one, which takes a tenth of the time of a migration.
 
@@ -78,11 +78,13 @@ class Databases:
 @contextmanager
 def databases(run: str, address: str | None = None) -> Iterator[Databases]:
     """Provide databases for one run of the tests, which all its processes share; `run` is its name."""
+    template = f"template_{run}"
+    if address is not None:
+        with_database(address, template)  # raises if the address has another form
     folder = Path(tempfile.gettempdir()) / f"flotilla-testing-{run}"
     folder.mkdir(exist_ok=True)
     # PostgreSQL does not run as root, and must be able to enter the folder.
     folder.chmod(0o711)
-    template = f"template_{run}"
     server = TemporaryServer(folder / "postgresql")
     with (folder / "users").open("w") as users:
         with exclusive_access(PREPARED):
@@ -118,7 +120,7 @@ def start(server: TemporaryServer) -> None:
 
 
 def prepare() -> Server:
-    """Create the files of a server with a migrated database, if those of these migrations do not exist."""
+    """Create the files of a server with a migrated database, unless they exist for these migrations."""
     prepared = TemporaryServer(PREPARED / digest_of_migrations())
     done = prepared.home / "done"
     if not done.exists():

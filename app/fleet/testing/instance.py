@@ -1,8 +1,8 @@
 """An instance of the service in the test process, and what a test does with it.
 
 The instance is real: `create_app`, its lifespan, PostgreSQL. It has the role `web`, so it executes nothing by itself,
-and its scheduler is stopped: runs are executed, and time passes, when the test says so. Attempts are executed in line,
-one after the other, by a worker in the same process (`worker.py`).
+and its scheduler is stopped: the test decides when runs are executed and when time passes. Attempts are executed in
+line, one after the other, by a worker in the same process (`worker.py`).
 """
 
 import asyncio
@@ -125,7 +125,7 @@ class Instance:
         return await self.read(run_id)
 
     async def run_due(self) -> list[StoredRun]:
-        """Execute each attempt that is due, and those that become due by that; return the runs in their order."""
+        """Execute all attempts that are due, until none is due any more; return the runs in their order."""
         executed: list[int] = []
         while (row := await (worker := await self._living_worker()).claim()) is not None:
             executed.append(row[0])
@@ -238,7 +238,7 @@ class Instance:
     async def _overtake(
         self, worker: Worker, run_id: int, watch: Watch, ended: "asyncio.Future[None]", faults: list[Fault]
     ) -> None:
-        """Let another attempt have the run, and this one continue and end. Then the other one is executed."""
+        """Give the run to another attempt; this attempt continues and ends, and then the other one is executed."""
         await worker.lose(run_id)
         successor = await self._living_worker()
         row = await successor.claim(run_id)

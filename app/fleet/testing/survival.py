@@ -36,7 +36,7 @@ async def survives(
         found = await effects(run)
         if found != expected:
             raise AssertionError(
-                f"run {run.id} died at {point}, and its effects are not those of a run that does not die:\n"
+                f"run {run.id} died at {point}, and its effects differ from the effects of a run that does not die:\n"
                 f"  expected {expected!r}\n  found    {found!r}"
             )
     return list(points)

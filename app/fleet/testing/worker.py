@@ -1,14 +1,14 @@
 """The worker of a test: another instance in the test process, which executes the attempts, and can die.
 
 It has its own pool, its own link, its own row among the instances, and its own executor and run writer, all of them
-real. It claims only what the test tells it to, with the statements of every claim.
+real. It claims only when the test executes runs, with the statements of every claim.
 
     a death                                         is
     the attempt stops                               frozen at a point (`faults.py`)
     what its run writer has not written             forgotten
     its open transactions                           rolled back: PostgreSQL ends the sessions of its pool
     its presence, its locks, its keys of `once`     released by the transaction that marks its row gone, and which
-    its runs                                        rescues its runs: the hooks are those of a real death
+    its runs                                        rescues its runs, by the same hooks as at a real death
     its process                                     only this object: what it holds in memory stays until the test ends
 
 The order is the one of this table: a transaction that were still open would keep its run from being rescued.
@@ -18,6 +18,7 @@ To overtake an attempt, the worker loses its row, as if it were cut off, while t
 
 import asyncio
 import contextvars
+import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -61,8 +62,8 @@ Answer = TypeVar("Answer")
 LOOK_INTERVAL = 0.002
 # How long the pool of a dead worker may take to close, and PostgreSQL to end a session, in seconds.
 CLOSE_TIMEOUT = 2.0
-# How often a rescue is tried before it is given up, with pauses of `LOOK_INTERVAL`: the row may be locked for a moment.
-RESCUES = 100
+# How long a rescue is tried, in seconds: another session may have locked the row for a moment.
+RESCUE_TIMEOUT = 5.0
 
 QUEUES = Statement(f"""
 SELECT action_id, {QUEUE_PRIORITY}, min(run_at), clock_timestamp()
@@ -206,7 +207,8 @@ class Worker:
         instance = self.member.identity
         assert instance is not None
         await self.leave()
-        for _ in range(RESCUES):
+        deadline = time.monotonic() + RESCUE_TIMEOUT
+        while time.monotonic() < deadline:
             (run,) = await read_runs(self._main.database, [run_id])
             if run.state != "running" or run.instance != instance.name:
                 return

@@ -4,8 +4,8 @@
     await sound(run)
     assert run.checkpoints == [[4.2]]
 
-Its checks are those of a real handle: what cannot be stored as JSON is refused. `run.commit` needs a session; without
-one it raises an error that says so. `app.fleet.testing` has an instance with a database.
+It checks values as a real handle does: a value that cannot be stored as JSON is refused. `run.commit` needs a session;
+without one it raises an error that names the two ways to get one. `app.fleet.testing` has an instance with a database.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class TestOptions(TypedDict, total=False):
 
 
 class RecordedAttempt:
-    """What a handle needs of the engine (`run.Attempt`), in memory."""
+    """The attempt of a recorded run, in memory: the part of the engine that a handle needs (`run.Attempt`)."""
 
     ending: None = None
     payload_text: None = None
