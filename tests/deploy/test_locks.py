@@ -226,5 +226,5 @@ def test_the_setup_does_not_succeed_without_a_declared_package(project: Project)
 
 
 def test_the_lock_files_of_this_checkout_have_what_it_declares() -> None:
-    command = [sys.executable, ROOT / "scripts" / "locks", "check"]
+    command = [sys.executable, str(ROOT / "scripts" / "locks"), "check"]
     subprocess.run(command, check=True)
