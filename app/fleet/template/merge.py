@@ -13,6 +13,7 @@ The base and the release are renamed as the clone is (`names.py`), so that the n
 """
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from app.fleet.errors import FencedFilesEdited, TemplateError
 from app.fleet.template import names, record, trees
@@ -35,6 +36,12 @@ class Conflict:
     oid: str
     stage: str
     path: str
+
+    @classmethod
+    def parse(cls, line: str) -> Self:
+        state, path = line.split("\t", 1)
+        mode, oid, stage = state.split(" ")
+        return cls(mode, oid, stage, path)
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ def merge_files(git: Git, old: Files, ours: Files, new: Files, label: str) -> tu
     sides = trees.commit(git, ours, ancestor), trees.commit(git, new, ancestor)
     _, output = git.merge_tree("--write-tree", "-z", "--no-messages", *sides)
     tree, *lines = output.split("\0")
-    conflicts = [Conflict(*line.split("\t")[0].split(" "), line.split("\t", 1)[1]) for line in lines if line]
+    conflicts = [Conflict.parse(line) for line in lines if line]
     files = trees.read(git, tree)
     for path in {conflict.path for conflict in conflicts} & set(files):
         # Git names the sides by the commits that it was given.
