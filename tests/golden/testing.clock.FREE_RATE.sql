@@ -1,1 +1,2 @@
-UPDATE "flotilla".actions SET rate_used_until = '-infinity' WHERE name = %(action)s
+UPDATE "flotilla".actions SET rate_used_until = clock_timestamp()
+WHERE name = %(action)s AND rate_used_until > clock_timestamp()

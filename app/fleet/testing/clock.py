@@ -64,7 +64,10 @@ SELECT min(run_at) - clock_timestamp() FROM {schema}.runs WHERE state = 'pending
 """)
 
 # The rate of an action does not delay a run that a test executes by its id.
-FREE_RATE = Statement("UPDATE {schema}.actions SET rate_used_until = '-infinity' WHERE name = %(action)s")
+FREE_RATE = Statement("""
+UPDATE {schema}.actions SET rate_used_until = clock_timestamp()
+WHERE name = %(action)s AND rate_used_until > clock_timestamp()
+""")
 
 
 class TestClock:

@@ -26,7 +26,7 @@ from app.fleet.engine.engine import Engine
 from app.fleet.engine.enqueue.orders import Order
 from app.fleet.errors import EngineError
 from app.fleet.runs import retry
-from app.fleet.runs.claim import ACTION, Row
+from app.fleet.runs.claim import Row
 from app.fleet.runs.effects.states import RunState
 from app.fleet.testing import survival
 from app.fleet.testing.clock import MAX_SLOTS, TestClock
@@ -130,8 +130,8 @@ class Instance:
         while (row := await (worker := await self._living_worker()).claim()) is not None:
             executed.append(row[0])
             if len(executed) > MAX_ATTEMPTS:
-                name = self._engine.catalogue.of_id(row[ACTION])
-                raise EngineError(f"more than {MAX_ATTEMPTS} attempts were due, the last one of {name!r}")
+                run = await self.read(row[0])
+                raise EngineError(f"more than {MAX_ATTEMPTS} attempts were due, the last one of {run.action!r}")
             await self._execute(worker, row, [])
         return await read_runs(self._database, executed)
 

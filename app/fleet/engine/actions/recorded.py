@@ -43,7 +43,7 @@ class RecordedAttempt:
     """The attempt of a recorded run, in memory: the part of the engine that a handle needs (`run.Attempt`)."""
 
     ending: None = None
-    payload_text: None = None
+    payload_text: str | None = None
 
     def __init__(self, **options: Unpack[TestOptions]) -> None:
         self.run_id = self.token = 1
