@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import pytest
@@ -157,7 +158,8 @@ async def test_the_resources_of_the_guide_are_found_in_its_action_and_its_route(
     async def fixed_rates() -> AsyncIterator[Fixed]:
         yield Fixed()
 
-    fixed_rates.__annotations__["return"] = AsyncIterator[own.Rates]
+    generic: Any = AsyncIterator
+    fixed_rates.__annotations__["return"] = generic[own.Rates]
     monkeypatch.setattr("app.startup.rates", resource(fixed_rates))
     async with service(address, settings.Settings, **given) as running:
         assert (await running.client.get("/rates/JPY")).json() == 3.5

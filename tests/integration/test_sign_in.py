@@ -220,8 +220,7 @@ class Provider:
     """An identity provider: its key, the tokens it signs, and how often its keys were read."""
 
     def __init__(self) -> None:
-        from cryptography.hazmat.primitives.asymmetric import ec
-
+        ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
         self.reads = 0
         self.away = False
         self._private = ec.generate_private_key(ec.SECP256R1())
@@ -238,8 +237,7 @@ class Provider:
         )
 
     def token(self, *, kid: str = "k1", **claims: Any) -> str:
-        import jwt
-
+        jwt = pytest.importorskip("jwt")
         usual = {
             "iss": "https://login.example/realms/main", "aud": "flotilla", "sub": "u-1", "exp": time.time() + 600,
             "roles": ["flotilla-operator"], "email": "carol@example.org",

@@ -24,7 +24,7 @@ class Running:
 
 
 @asynccontextmanager
-async def service(address: str, kind: type[FleetSettings] = Settings, **settings: object) -> AsyncIterator[Running]:
+async def service(address: str, kind: type[FleetSettings] = Settings, /, **settings: object) -> AsyncIterator[Running]:
     """Run the service, including its lifespan.
 
     A caller may wait for a connection for a minute: on a busy machine that is no failure.

@@ -118,12 +118,16 @@ def test_outside_of_a_running_service_nothing_is_provided() -> None:
         provided(Settings)
 
 
+def refuse(text: str) -> None:
+    raise SystemExit(text)
+
+
 async def test_a_resource_that_raises_refuses_the_start_and_those_before_it_are_closed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     @resource
     async def broken(before: Second) -> AsyncIterator[Third]:
-        raise SystemExit(f"no {type(before).__name__}")
+        refuse(f"no {type(before).__name__}")
         yield Third()
 
     resources = Resources(SETTINGS, [first, second, broken])
@@ -237,13 +241,15 @@ def test_two_resources_of_one_type_are_refused_unless_one_has_a_type_of_its_own(
         Resources(SETTINGS, [first, other])
     with pytest.raises(ResourceInvalid, match="two resources are of the type Settings: the settings and"):
         Resources(SETTINGS, [own_settings])
-    own = NewType("own", First)
+    Resources(SETTINGS, [first, archive])
 
-    async def named() -> AsyncIterator[Any]:
-        yield own(First())
 
-    named.__annotations__["return"] = AsyncIterator[own]  # type: ignore[valid-type]
-    Resources(SETTINGS, [first, resource(named)])
+Archive = NewType("Archive", First)
+
+
+@resource
+async def archive() -> AsyncIterator[Archive]:
+    yield Archive(First())
 
 
 @resource
