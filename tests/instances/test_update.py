@@ -131,7 +131,8 @@ def template(tmp_path: Path) -> Path:
     (made.folder / "alembic/versions/fleet/fleet_9999_trial.py").write_text(
         MIGRATION.format(previous="_".join(previous.split("_")[:2]))
     )
-    made.edit("app/fleet/__init__.py", '"""', '"""Of the later release. ')
+    with (made.folder / "app/fleet/duration.py").open("a") as machinery:
+        machinery.write("\n# Of the later release.\n")
     made.edit("pyproject.toml", "[tool.fastapi]", "[tool.trial]\nlater = true\n\n[tool.fastapi]")
     made.edit("README.md", "## Read on", "A sentence of the later release.\n\n## Read on")
     made.edit(
@@ -212,7 +213,7 @@ def test_a_clone_takes_a_later_release_and_its_instances_work_beside_those_of_be
 
 def check_files(clone: Checkout) -> None:
     assert (clone.folder / "alembic/versions/fleet/fleet_9999_trial.py").exists()
-    assert "Of the later release" in (clone.folder / "app/fleet/__init__.py").read_text()
+    assert "Of the later release" in (clone.folder / "app/fleet/duration.py").read_text()
     assert "trial:  ## Of the later release" in (clone.folder / "Makefile").read_text()
     readme = (clone.folder / "README.md").read_text()
     assert readme.startswith("# Harbour\n\nOur own sentence.\n")

@@ -38,7 +38,7 @@ class Place:
         return self.pattern(before).sub(lambda found: found[1] + value, text)
 
 
-# By file, or by folder, whose YAML files are meant.
+# By file or folder.
 PLACES = {
     "README.md": [Place(r"\A# ", "$", is_title=True)],
     "pyproject.toml": [Place('^name = "', '"$')],
@@ -55,12 +55,22 @@ PLACES = {
         Place(r"\b", r":dev\b"),
         Place("`", "`|-worker`"),
     ],
+    # Commands in the guides.
+    "docs/guides/": [
+        Place("kubectl create secret generic ", r"(?![\w.])"),
+        Place("docker build --tag |run … ", ":"),
+        Place(r"\bdeployment/|\bservice/", r"(?![\w.])"),
+    ],
 }
 
 
 def places(path: str) -> list[Place]:
-    folder = f"{path.partition('/')[0]}/"
-    return PLACES.get(path) or (PLACES.get(folder, []) if path.endswith((".yaml", ".yml")) else [])
+    """Return the places that this file may have."""
+    if path in PLACES:
+        return PLACES[path]
+    if not path.endswith((".yaml", ".yml", ".md")):
+        return []
+    return next((found for key, found in PLACES.items() if key.endswith("/") and path.startswith(key)), [])
 
 
 def renamed(path: str, text: str, before: Record, after: Record) -> str:
@@ -73,9 +83,10 @@ def renamed(path: str, text: str, before: Record, after: Record) -> str:
 def files(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the files that may contain the name, with their texts."""
     for key in PLACES:
-        for path in sorted((folder / key).rglob("*.y*ml")) if key.endswith("/") else [folder / key]:
-            if path.is_file():
-                yield path.relative_to(folder).as_posix(), path.read_text()
+        for path in sorted((folder / key).rglob("*")) if key.endswith("/") else [folder / key]:
+            name = path.relative_to(folder).as_posix()
+            if places(name) and path.is_file():
+                yield name, path.read_text()
 
 
 def rename(folder: Path, name: str, title: str | None) -> list[str]:
