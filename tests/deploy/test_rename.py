@@ -1,5 +1,6 @@
-"""After `flotilla rename`, the deployment of a service still fits together, and has its new name everywhere."""
+"""After the `flotilla rename` of docs/guides/rename.md, the deployment still fits together, under its new name."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support import clones
 from tests.support.fleet import environment
+from tests.support.guides import program
 
 # They render the manifests with each component, and check names, labels, selectors and secrets among them.
 CHECKS = ("tests/deploy/test_kubernetes.py", "tests/deploy/test_compose.py", "tests/deploy/test_dockerfile.py")
@@ -18,7 +20,8 @@ def renamed(tmp_path: Path) -> Path:
     """A copy of this checkout with another name."""
     made = tmp_path / "clone"
     clones.copy_checkout(made)
-    run_in(made, "app", "rename", "quay", "--title", "The quay")
+    rename, _ = program("rename", "sh", "flotilla rename").splitlines()
+    run_in(made, "app", *shlex.split(rename)[1:])
     return made
 
 
@@ -39,4 +42,4 @@ def test_the_deployment_of_a_renamed_service_passes_its_tests(renamed: Path) -> 
 
 
 def test_the_title_of_the_api_is_the_new_one(renamed: Path) -> None:
-    assert '"title": "The quay"' in run_in(renamed, "app", "openapi")
+    assert '"title": "Harbour desk"' in run_in(renamed, "app", "openapi")

@@ -86,7 +86,15 @@ def test_a_database_that_stops_answering_during_a_drain_delays_no_step(
         proxy.swallow()
         instance.wait_exit()
         logged: list[dict[str, Any]] = instance.lines("shutdown.step")
-        assert [each["step"] for each in logged] == ["flag", "drain", "scheduler", "executor", "unlink", "pool"]
+        assert [each["step"] for each in logged] == [
+            "flag",
+            "drain",
+            "scheduler",
+            "executor",
+            "resources",
+            "unlink",
+            "pool",
+        ]
         (finished,) = instance.lines("shutdown.finished")
         between = finished["seconds"] - sum(each["ms"] for each in logged) / 1000
         assert between < RECORD_LIMIT + 1, "no time passes between the steps, except to write the final record"

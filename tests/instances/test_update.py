@@ -6,6 +6,7 @@ deleted the example.
 """
 
 import contextlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,20 +18,22 @@ import httpx
 import psycopg
 import pytest
 
-from tests.support import clones
+from tests.support import clones, guides
 from tests.support.fleet import NO_TRUST, environment
 from tests.support.postgres import eventually, free_port
 from tests.support.tools import program
 
 RELEASES = ("100.1.0", "100.2.0")
+# What a reader replaces in docs/guides/update.md.
+PLACEHOLDER = "<repository of the template>"
 MIGRATION = '''"""An index for the test of updates.
 
-Revision fleet_9999, after {previous}.
+Revision fleet_9998, after {previous}.
 """
 
 from alembic import op
 
-revision = "fleet_9999"
+revision = "fleet_9998"
 down_revision = "{previous}"
 branch_labels = None
 depends_on = None
@@ -128,7 +131,7 @@ def template(tmp_path: Path) -> Path:
     column = '    Column("hostname", Text, nullable=False),\n'
     made.edit(schema, column, column + '    Index("instances_trial", "hostname"),\n')
     previous = max(path.stem for path in (made.folder / "alembic/versions/fleet").glob("*.py"))
-    (made.folder / "alembic/versions/fleet/fleet_9999_trial.py").write_text(
+    (made.folder / "alembic/versions/fleet/fleet_9998_trial.py").write_text(
         MIGRATION.format(previous="_".join(previous.split("_")[:2]))
     )
     with (made.folder / "app/fleet/duration.py").open("a") as machinery:
@@ -193,7 +196,9 @@ def test_a_clone_takes_a_later_release_and_its_instances_work_beside_those_of_be
     shutil.copytree(clone.folder, before.folder, symlinks=True)
     old = before.serve("old")
 
-    shown = clone.run("app", "update", "--from", str(template))
+    look, update = guides.program("update", "sh", "--dry-run").replace(PLACEHOLDER, str(template)).splitlines()
+    for command in (look, update):
+        shown = clone.run("app", *shlex.split(command)[1:])
     assert f"## {RELEASES[1]}" in shown
     assert "in conflict" not in shown
     clone.git("switch", "--quiet", "main-of-harbour")
@@ -212,7 +217,7 @@ def test_a_clone_takes_a_later_release_and_its_instances_work_beside_those_of_be
 
 
 def check_files(clone: Checkout) -> None:
-    assert (clone.folder / "alembic/versions/fleet/fleet_9999_trial.py").exists()
+    assert (clone.folder / "alembic/versions/fleet/fleet_9998_trial.py").exists()
     assert "Of the later release" in (clone.folder / "app/fleet/duration.py").read_text()
     assert "trial:  ## Of the later release" in (clone.folder / "Makefile").read_text()
     readme = (clone.folder / "README.md").read_text()

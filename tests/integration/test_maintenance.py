@@ -546,7 +546,7 @@ async def test_an_unexpected_exception_does_not_end_a_service_of_the_engine(
     here: LocalInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dispatcher, scheduler, reconciler = here.engine.dispatcher, here.engine.scheduler, here.engine.reconciler
-    for each, method in ((dispatcher, "_claim"), (scheduler, "_schedule"), (reconciler, "_reconcile")):
+    for each, method in ((dispatcher, "_claim"), (scheduler, "schedule_due"), (reconciler, "_reconcile")):
         genuine = getattr(each, method)
         failed: list[bool] = []
 

@@ -4,7 +4,6 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +13,7 @@ from app import routes, startup
 from app.fleet import HeldLock, Provided, Run, action, provided, resource, singleton
 from app.settings import Settings
 from tests.integration.test_edge import is_problem
-from tests.support.guides import import_program
+from tests.support.guides import import_program, program
 from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.service import service
 
@@ -155,12 +154,8 @@ async def test_the_resources_of_the_guide_are_found_in_its_action_and_its_route(
         async def of(self, _: str) -> float:
             return 3.5
 
-    async def fixed_rates() -> AsyncIterator[Fixed]:
-        yield Fixed()
-
-    generic: Any = AsyncIterator
-    fixed_rates.__annotations__["return"] = generic[own.Rates]
-    monkeypatch.setattr("app.startup.rates", resource(fixed_rates))
+    names = {"resource": resource, "AsyncIterator": AsyncIterator, "monkeypatch": monkeypatch}
+    exec(program("your-own", "python", "fixed_rates()"), {**names, "Rates": own.Rates, "FixedRates": Fixed})  # noqa: S102
     async with service(address, settings.Settings, **given) as running:
         assert (await running.client.get("/rates/JPY")).json() == 3.5
 

@@ -20,6 +20,7 @@ RUN = {"sh", "python", "js", "ts", "sql", "yaml", "toml"}
 WHOLE = {
     "docs/start/first-action.md": "tests/instances/test_walkthrough.py",
     "docs/start/tour.md": "tests/instances/test_tours.py",
+    "docs/guides/test.md": "tests/integration/test_guide_for_tests.py",
     "docs/two-replicas.md": "tests/instances/test_two_replicas.py",
     "examples/deal_desk/README.md": "tests/instances/test_tours.py",
 }
