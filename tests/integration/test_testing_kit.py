@@ -77,7 +77,9 @@ async def test_nothing_is_executed_unless_the_test_says_so(instance: Instance) -
 
 
 async def test_a_run_is_executed_although_others_were_triggered_before_it(instance: Instance) -> None:
-    first, second = [await instance.trigger(kit_actions.sail, Voyage()) for _ in range(2)]
+    """The two runs were triggered in one transaction, so they are due at the same time."""
+    await instance.run("fleet-order")
+    first, second = await instance.runs_triggered("moor")
     assert (await instance.execute(second.id)).state == "succeeded"
     assert (await instance.read(first.id)).state == "pending"
 
@@ -300,6 +302,12 @@ async def test_keys_and_locks_of_a_dead_attempt_are_free(instance: Instance) -> 
     assert (unloaded.result, await effects(instance)) == ("new", ["unloaded"])
     assert (await instance.run("unload-once")).result == "seen"
     assert (await instance.run("lift", None, dies_at("checkpointed"))).state == "succeeded"
+
+
+async def test_an_open_transaction_of_a_dead_attempt_is_rolled_back(instance: Instance) -> None:
+    """It has locked the row of the run, which could not be rescued otherwise."""
+    run = await instance.run("sail-guarded", None, dies_at("transaction"))
+    assert (run.state, run.attempt, await effects(instance)) == ("succeeded", 2, ["guarded"])
 
 
 async def test_a_trigger_of_its_own_is_a_point(instance: Instance) -> None:
