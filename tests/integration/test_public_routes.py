@@ -22,6 +22,7 @@ from tests.integration.test_edge import is_problem
 from tests.support.guides import import_program
 from tests.support.runs import LocalInstance
 from tests.support.service import Running, service
+from tests.support.trial_actions import echo
 
 pytestmark = pytest.mark.anyio
 
@@ -94,7 +95,7 @@ async def test_the_webhook_of_the_guide_books_each_signed_delivery_once(
 class Payments:
     """Stands in for the module of the action."""
 
-    from tests.support.trial_actions import echo as book_payment
+    book_payment = echo
 
 
 async def deliver(running: Running, body: bytes, secret: str, of: bytes | None = None) -> httpx.Response:
