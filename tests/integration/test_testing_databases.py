@@ -1,6 +1,4 @@
-"""The databases of the testing kit: a server for each run of the tests, or a given one."""
-
-import secrets
+"""The databases of the testing kit: a server for each process, or a given one."""
 
 import psycopg
 import pytest
@@ -18,44 +16,36 @@ def connects(address: str) -> bool:
         return False
 
 
-@pytest.fixture
-def run() -> str:
-    return secrets.token_hex(4)
-
-
-def test_processes_of_one_run_share_a_server_that_the_last_one_stops(run: str) -> None:
-    with databases(run) as first:
-        with databases(run) as second:
-            assert second.address == first.address
-        assert connects(first.address)
-        one, other = first.create(), first.create()
+def test_each_test_has_a_migrated_database_and_the_server_ends_with_its_process() -> None:
+    with databases() as own:
+        one, other = own.create(), own.create()
         assert one != other
         with psycopg.connect(one) as session:
             assert session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,)
-        first.drop(one)
+        own.drop(one)
         assert not connects(one)
         assert connects(other)
-    assert not connects(first.address)
+    assert not connects(own.address)
 
 
-def test_two_runs_have_a_server_each(run: str) -> None:
-    with databases(f"{run}-1") as one, databases(f"{run}-2") as other:
+def test_two_processes_have_a_server_each() -> None:
+    with databases() as one, databases() as other:
         assert one.address != other.address
         assert connects(one.address)
         assert connects(other.address)
 
 
-def test_databases_are_created_on_a_given_server(run: str, postgres: Postgres) -> None:
-    with databases(run, postgres.address_of()) as own:
+def test_databases_are_created_on_a_given_server(postgres: Postgres) -> None:
+    with databases(postgres.address_of()) as own:
         address = own.create()
         with psycopg.connect(address) as session:
             assert session.execute("SELECT count(*) FROM flotilla.runs").fetchone() == (0,)
         own.drop(address)
     with postgres.session() as session:
         names = [name for (name,) in session.execute("SELECT datname FROM pg_database")]
-    assert not [name for name in names if run in name]
+    assert not [name for name in names if name.startswith("template_")]
 
 
-def test_an_address_that_is_no_url_is_refused(run: str) -> None:
-    with pytest.raises(SettingsError, match="TEST_DATABASE_URL must have the form"), databases(run, "dbname=tests"):
+def test_an_address_that_is_no_url_is_refused() -> None:
+    with pytest.raises(SettingsError, match="TEST_DATABASE_URL must have the form"), databases("dbname=tests"):
         pass

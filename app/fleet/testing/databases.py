@@ -1,16 +1,15 @@
-"""Databases for tests: a PostgreSQL server for each run of the tests, and a new, migrated database for each test.
+"""Databases for tests: a PostgreSQL server for each process of the tests, and a new, migrated database for each test.
 
 Without an address, the server is the embedded one. Its files are prepared once, with a migrated database, under
-`.flotilla/testing`, and prepared again when a migration changes. Each run of the tests has a copy of them in a
-temporary folder, which all its processes share (pytest-xdist). The last process stops the server and deletes the copy.
-With an address, the databases are created on that server.
+`.flotilla/testing`, and prepared again when a migration changes. Each process that runs tests starts a server on a copy
+of them in a temporary folder, and stops and deletes it at its end; pytest-xdist has several processes. With an address,
+the databases are created on that server.
 
 A test's database is a copy of the migrated one, which takes a tenth of the time of a migration.
 
 Nothing on these servers is durable: they are for tests.
 """
 
-import fcntl
 import hashlib
 import secrets
 import shutil
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import psycopg
 
@@ -39,20 +38,6 @@ full_page_writes = off
 autovacuum = off
 """
 NAMESPACE = Namespace("flotilla")
-# A socket's path has at most 107 bytes, and its file's name has 14.
-MAX_SOCKETS_LENGTH = 90
-
-
-class TemporaryServer(Server):
-    """A server whose socket is beside its files: the temporary folder is not the same for all processes."""
-
-    @property
-    def sockets(self) -> Path:
-        own = self.home / "socket"
-        return own if len(str(own)) <= MAX_SOCKETS_LENGTH else super().sockets
-
-    def address_of(self, database: str) -> str:
-        return f"postgresql://postgres@/{database}?host={quote(str(self.sockets), safe='/')}"
 
 
 @dataclass(frozen=True)
@@ -76,52 +61,40 @@ class Databases:
 
 
 @contextmanager
-def databases(run: str, address: str | None = None) -> Iterator[Databases]:
-    """Provide databases for one run of the tests, which all its processes share; `run` is its name."""
-    template = f"template_{run}"
+def databases(address: str | None = None) -> Iterator[Databases]:
+    """Provide databases on a server of this process, or on the server with this address."""
     if address is not None:
-        with_database(address, template)  # raises if the address has another form
-    folder = Path(tempfile.gettempdir()) / f"flotilla-testing-{run}"
-    folder.mkdir(exist_ok=True)
+        template = f"template_{secrets.token_hex(6)}"
+        own = Databases(address, template)
+        target = with_database(address, template)
+        try:
+            migrate_template(address, template)
+            yield own
+        finally:
+            own.drop(target)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="flotilla-testing-"))
     # PostgreSQL does not run as root, and must be able to enter the folder.
     folder.chmod(0o711)
-    server = TemporaryServer(folder / "postgresql")
-    with (folder / "users").open("w") as users:
+    server = Server(folder / "postgresql")
+    try:
         with exclusive_access(PREPARED):
-            fcntl.flock(users, fcntl.LOCK_SH)
-            if address is None:
-                start(server)
-            else:
-                migrate_template(address, template)
-        try:
-            yield Databases(server.address, "migrated") if address is None else Databases(address, template)
-        finally:
-            with exclusive_access(PREPARED), suppress(BlockingIOError):
-                # Nobody else has it: this process is the last one.
-                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if address is None:
-                    server.stop("immediate")
-                else:
-                    Databases(address, template).drop(with_database(address, template))
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def start(server: TemporaryServer) -> None:
-    """Start the server of this run of the tests, unless another process of it has; the caller has the lock."""
-    if server.data.exists():
-        if not server.running():
-            server.start()
-        return
-    prepared = prepare()
-    server.home.mkdir()
-    server.grant_access()
-    subprocess.run(["cp", "-a", "--reflink=auto", str(prepared.data), str(server.data)], check=True)
-    server.start()
+            prepared = prepare()
+            server.home.mkdir()
+            server.grant_access()
+            subprocess.run(["cp", "-a", "--reflink=auto", str(prepared.data), str(server.data)], check=True)
+        server.start()
+        yield Databases(server.address, "migrated")
+    finally:
+        if server.data.exists():
+            server.stop("immediate")
+        for each in (folder, server.sockets):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def prepare() -> Server:
     """Create the files of a server with a migrated database, unless they exist for these migrations."""
-    prepared = TemporaryServer(PREPARED / digest_of_migrations())
+    prepared = Server(PREPARED / digest_of_migrations())
     done = prepared.home / "done"
     if not done.exists():
         for old in PREPARED.iterdir():
@@ -131,6 +104,7 @@ def prepare() -> Server:
         prepared.start()
         migrate_template(prepared.address, "migrated")
         prepared.stop()
+        shutil.rmtree(prepared.sockets, ignore_errors=True)
         done.touch()
     return prepared
 

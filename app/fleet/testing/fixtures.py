@@ -4,7 +4,7 @@ from app.fleet.testing.fixtures import *
 
 instance             one instance of the service in the test process, on a database of its own
 instance_settings    override it to give the instance settings: a dictionary by the names of the fields
-databases            the server of this run of the tests; TEST_DATABASE_URL names another one
+databases            the server of this process of the tests; TEST_DATABASE_URL names another one
 anyio_backend        the event loop of `async` tests is asyncio's
 """
 
@@ -34,11 +34,9 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def databases() -> Iterator[servers.Databases]:
-    """The server of this run of the tests, which all its processes share."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")[:12]
-    address = os.environ.get("TEST_DATABASE_URL")
+    """The server of this process of the tests."""
     try:
-        with servers.databases(run, address) as own:
+        with servers.databases(os.environ.get("TEST_DATABASE_URL")) as own:
             yield own
     except EmbeddedUnavailable as error:
         pytest.fail(f"there is no PostgreSQL for the tests: {error}", pytrace=False)
