@@ -219,11 +219,11 @@ def test_a_deleted_file_does_not_return_under_another_name(
     template: Repository, clone: Repository, update: Callable[..., Result]
 ) -> None:
     clone.commit({}, ["k8s/base/service.yaml"])
-    template.git("mv", "k8s/base/service.yaml", "docs/service.yaml")
+    template.git("mv", "k8s/base/service.yaml", "app/service.yaml")
     template.commit({})
     done = update("--to", "main")
     assert done.exit_code == 0, done.output
-    assert not (clone.folder / "docs/service.yaml").exists()
+    assert not (clone.folder / "app/service.yaml").exists()
 
 
 def test_a_moved_file_is_updated_where_it_is(clone: Repository, update: Callable[..., Result]) -> None:
