@@ -28,12 +28,12 @@ RELEASES = ("100.1.0", "100.2.0")
 PLACEHOLDER = "<repository of the template>"
 MIGRATION = '''"""An index for the test of updates.
 
-Revision fleet_9998, after {previous}.
+Revision fleet_8888, after {previous}.
 """
 
 from alembic import op
 
-revision = "fleet_9998"
+revision = "fleet_8888"
 down_revision = "{previous}"
 branch_labels = None
 depends_on = None
@@ -131,7 +131,7 @@ def template(tmp_path: Path) -> Path:
     column = '    Column("hostname", Text, nullable=False),\n'
     made.edit(schema, column, column + '    Index("instances_trial", "hostname"),\n')
     previous = max(path.stem for path in (made.folder / "alembic/versions/fleet").glob("*.py"))
-    (made.folder / "alembic/versions/fleet/fleet_9998_trial.py").write_text(
+    (made.folder / "alembic/versions/fleet/fleet_8888_trial.py").write_text(
         MIGRATION.format(previous="_".join(previous.split("_")[:2]))
     )
     with (made.folder / "app/fleet/duration.py").open("a") as machinery:
@@ -217,7 +217,7 @@ def test_a_clone_takes_a_later_release_and_its_instances_work_beside_those_of_be
 
 
 def check_files(clone: Checkout) -> None:
-    assert (clone.folder / "alembic/versions/fleet/fleet_9998_trial.py").exists()
+    assert (clone.folder / "alembic/versions/fleet/fleet_8888_trial.py").exists()
     assert "Of the later release" in (clone.folder / "app/fleet/duration.py").read_text()
     assert "trial:  ## Of the later release" in (clone.folder / "Makefile").read_text()
     readme = (clone.folder / "README.md").read_text()
