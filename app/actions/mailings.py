@@ -46,7 +46,7 @@ async def forget_mailings(run: Run) -> None:
         run.result = {"forgotten": len(forgotten.all())}
 
 
-async def deliver(recipient: str, subject: str, *, key: str) -> None:  # noqa: ARG001 — what a mail provider needs
+async def deliver(recipient: str, subject: str, *, key: str) -> None:
     """Stand in for a call to your mail provider; nothing is sent.
 
     If the instance is killed between a delivery and its checkpoint, the message is delivered again with the same key.

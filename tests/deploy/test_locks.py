@@ -1,6 +1,7 @@
 """`make lock` adds packages and upgrades no other, `make upgrade` waits for a week, `make setup` sees what is missing.
 
-The packages come from an index on this machine, which says when each version was uploaded.
+docs/guides/your-own.md tells how a package is added. The packages come from an index on this machine, which says when
+each version was uploaded.
 """
 
 import hashlib
