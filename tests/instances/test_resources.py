@@ -37,7 +37,7 @@ def test_a_resource_is_open_from_before_the_first_run_until_after_the_last_one(f
 
 
 def test_a_resource_that_does_not_end_does_not_stop_the_shutdown(fleet: Fleet) -> None:
-    (instance,) = fleet.start(1, TRIAL_STARTUP="hangs", **ACTIONS)
+    (instance,) = fleet.start(1, "serve", TRIAL_STARTUP="hangs", **ACTIONS)
     instance.terminate()
     instance.wait_exit()
     (line,) = instance.lines("resource.failed")

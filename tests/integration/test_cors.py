@@ -34,7 +34,8 @@ def allowed(answer: httpx.Response) -> str | None:
     """Return the origin whose pages may read the answer."""
     assert "access-control-allow-credentials" not in answer.headers
     assert "Origin" in answer.headers["vary"]
-    return answer.headers.get("access-control-allow-origin")
+    origin: str | None = answer.headers.get("access-control-allow-origin")
+    return origin
 
 
 async def test_a_preflight_is_answered_without_a_key_for_an_allowed_origin(running: Running) -> None:

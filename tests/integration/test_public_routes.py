@@ -6,6 +6,7 @@ import json
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from tests.integration.test_edge import is_problem
 from tests.support.guides import import_program
 from tests.support.runs import LocalInstance
 from tests.support.service import Running, service
+from tests.support.trial_actions import echo
 
 pytestmark = pytest.mark.anyio
 
@@ -75,7 +77,8 @@ async def test_the_webhook_of_the_guide_books_each_signed_delivery_once(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = import_program(monkeypatch, "your-own", "class Settings(FleetSettings)")
-    monkeypatch.setitem(sys.modules, "app.actions.payments", Payments())
+    # Stands in for the module of the action.
+    monkeypatch.setitem(sys.modules, "app.actions.payments", SimpleNamespace(book_payment=echo))
     webhook = import_program(monkeypatch, "your-own", '"/webhooks/payments"')
     monkeypatch.setattr(routes, "public", webhook.router)
     given = {"api_keys": LINE, "actions": ("tests.support.trial_actions",)}
@@ -89,12 +92,6 @@ async def test_the_webhook_of_the_guide_books_each_signed_delivery_once(
         assert runs == [({"id": "d-1", "amount": 250},)]
     async with service(address, settings.Settings, **given) as running:
         is_problem(await deliver(running, delivery, "s3cret"), "unavailable")
-
-
-class Payments:
-    """Stands in for the module of the action."""
-
-    from tests.support.trial_actions import echo as book_payment
 
 
 async def deliver(running: Running, body: bytes, secret: str, of: bytes | None = None) -> httpx.Response:

@@ -149,7 +149,9 @@ async def test_the_resources_of_the_guide_are_found_in_its_action_and_its_route(
     assert client.is_closed
 
     # As its test replaces a resource.
-    class Fixed(own.Rates):  # type: ignore[misc]
+    base: Any = own.Rates
+
+    class Fixed(base):  # type: ignore[misc]
         def __init__(self) -> None: ...
 
         async def of(self, _: str) -> float:
