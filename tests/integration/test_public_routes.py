@@ -88,7 +88,7 @@ async def test_the_webhook_of_the_guide_books_each_signed_delivery_once(
             assert (await deliver(running, delivery, "s3cret")).status_code == 204
         is_problem(await deliver(running, delivery, "guessed"), "unauthorized")
         is_problem(await deliver(running, delivery.replace(b"250", b"251"), "s3cret", of=delivery), "unauthorized")
-        is_problem(await deliver(running, b'{"id": "d-2"}', "s3cret"), "invalid-request")
+        is_problem(await deliver(running, b'{"id": "d-2"}', "s3cret"), "invalid")
         runs = await LocalInstance(running).sql("SELECT payload FROM runs UNION ALL SELECT payload FROM finished_runs")
         assert runs == [({"id": "d-1", "amount": 250},)]
     async with service(address, settings.Settings, **given) as running:
