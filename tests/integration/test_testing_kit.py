@@ -328,6 +328,24 @@ async def test_an_action_that_survives_has_the_same_effects_wherever_it_dies(ins
     assert len(await effects(instance)) == len(points) + 1
 
 
+async def test_each_round_has_the_keys_that_were_there_before_the_first(instance: Instance) -> None:
+    async def arrange() -> None: ...
+
+    async def unloaded(run: StoredRun) -> list[str]:
+        return await effects(instance, run)
+
+    async def ordered(run: StoredRun) -> int:
+        return len([each for each in await instance.runs_triggered("moor") if each.triggered_by == run.id])
+
+    points = await instance.survives("unload-once", arrange, unloaded)
+    assert "transaction 1" in map(str, points)
+    assert await effects(instance) == ["unloaded"] * (len(points) + 1)
+    points = await instance.survives("order-keyed", arrange, ordered)
+    assert len(await instance.runs_triggered("moor")) == len(points) + 1
+    # The keys of the last rounds were there before these.
+    assert "transaction 1" not in map(str, await instance.survives("unload-once", arrange, unloaded))
+
+
 async def test_an_action_whose_effects_change_with_a_death_does_not_survive(instance: Instance) -> None:
     async def arrange() -> None: ...
 

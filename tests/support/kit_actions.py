@@ -8,7 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from app.fleet import GiveUp, Order, Run, TryAgain, action, lock, once, transaction, trigger_many
+from app.fleet import GiveUp, Order, Run, TryAgain, action, lock, once, transaction, trigger, trigger_many
 from app.fleet.testing import reach
 
 INSERT = text("INSERT INTO effects (run, what) VALUES (:run, :what)")
@@ -127,6 +127,11 @@ async def unload_once(run: Run) -> str:
         if fresh:
             await insert(fresh.session, run, "unloaded")
     return fresh.state
+
+
+@action("order-keyed")
+async def order_keyed(_: Run) -> None:
+    await trigger("moor", key="berth-1")
 
 
 @action("lift")

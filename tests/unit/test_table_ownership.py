@@ -39,6 +39,10 @@ WRITE_EXCEPTIONS = {
         ("testing.clock", table): "the clock of a test moves everything that waits; no service executes this"
         for table in ("runs", "actions", "limits", "breakers")
     },
+    **{
+        ("testing.survival", table): "the rounds of a test do not find the keys of earlier rounds"
+        for table in ("once_keys", "run_keys")
+    },
     ("testing.worker", "runs"): "a test that executes one run locks the others for the time of the claim",
     ("http.idempotency", "run_keys"): "the Idempotency-Key of a batch is a row that belongs to no run",
 }

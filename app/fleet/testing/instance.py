@@ -155,7 +155,7 @@ class Instance:
         effects: Callable[[StoredRun], Awaitable[Any]],
     ) -> list[Point]:
         """Execute an action once without a fault, and once for each point at which it can die (`survival.py`)."""
-        return await survival.survives(self, action, arrange, effects)
+        return await survival.survives(self, self._database, action, arrange, effects)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
