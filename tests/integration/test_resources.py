@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +12,8 @@ from fastapi import APIRouter
 
 from app import routes, startup
 from app.fleet import HeldLock, Provided, Run, action, provided, resource, singleton
+from app.fleet.errors import ResourceInvalid
+from app.fleet.testing import fixtures
 from app.settings import Settings
 from tests.integration.test_edge import is_problem
 from tests.support.guides import import_program, program
@@ -154,8 +157,10 @@ async def test_the_resources_of_the_guide_are_found_in_its_action_and_its_route(
         async def of(self, _: str) -> float:
             return 3.5
 
-    names = {"resource": resource, "AsyncIterator": AsyncIterator, "monkeypatch": monkeypatch}
-    exec(program("your-own", "python", "fixed_rates()"), {**names, "Rates": own.Rates, "FixedRates": Fixed})  # noqa: S102
+    names: dict[str, Any] = {"resource": resource, "AsyncIterator": AsyncIterator, "pytest": pytest, "Any": Any}
+    names |= {"Rates": own.Rates, "FixedRates": Fixed}
+    exec(program("your-own", "python", "fixed_rates()"), names)  # noqa: S102
+    fixtures.replace_resources(monkeypatch, names["instance_resources"]._get_wrapped_function()())
     async with service(address, settings.Settings, **given) as running:
         assert (await running.client.get("/rates/JPY")).json() == 3.5
 
@@ -174,3 +179,12 @@ async def test_the_loop_of_the_guide_runs_while_its_instance_does(
     ended = ticker.ticks
     assert not [each for each in caplog.records if each.message == "resource.failed"]
     assert ticker.ticks == ended
+
+
+def test_a_resource_that_replaces_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @resource
+    async def lighthouse() -> AsyncIterator[bytearray]:
+        yield bytearray()
+
+    with pytest.raises(ResourceInvalid, match=r"lighthouse replaces no resource: .* of the type bytearray"):
+        fixtures.replace_resources(monkeypatch, [lighthouse])
