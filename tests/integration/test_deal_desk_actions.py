@@ -7,13 +7,13 @@ import pytest
 from sqlalchemy import select
 
 from app.fleet.testing import Instance, StoredRun, reach
-from app.fleet.testing.fixtures import databases, instance
+from app.fleet.testing.fixtures import databases, instance, instance_resources
 from examples.deal_desk import alerts, research
 from examples.deal_desk.alerts import Message, deliver_alert
 from examples.deal_desk.research import Subject, research_deal
 from examples.deal_desk.tables import Alert, Deal, Payment, prepared
 
-__all__ = ["databases", "instance"]
+__all__ = ["databases", "instance", "instance_resources"]
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from sqlalchemy import text
 from app.fleet import AlreadyActive, InSession, PayloadInvalid, trigger
 from app.fleet.errors import EngineError
 from app.fleet.testing import Instance, StoredRun, dies_at, overtaken_at
-from app.fleet.testing.fixtures import databases, instance
+from app.fleet.testing.fixtures import databases, instance, instance_resources
 from tests.support import kit_actions
 from tests.support.kit_actions import Voyage, done
 
-__all__ = ["databases", "instance"]
+__all__ = ["databases", "instance", "instance_resources"]
 
 SAIL_POINTS = [
     "start 1",
