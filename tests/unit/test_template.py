@@ -319,6 +319,7 @@ def test_a_dry_run_changes_nothing_and_shows_what_would_happen(
     assert done.exit_code == 0
     assert printed(done, "in conflict") == ["Makefile"]
     assert "   4 replaced, in the fenced directories\n" in done.output
+    assert "app/fleet/obsolete.py" in done.output
     assert clone.state() == before
     assert not (clone.folder / ".git" / "FETCH_HEAD").exists()
 
@@ -336,6 +337,28 @@ def test_changes_that_are_not_committed_are_refused(clone: Repository, update: C
     with pytest.raises(TemplateError, match="not committed"):
         update()
     assert clone.text("README.md") == "unfinished"
+
+
+def test_a_commit_that_is_checked_out_without_a_branch_is_refused(
+    clone: Repository, update: Callable[..., Result]
+) -> None:
+    """The commands that are printed after an update lead back to a branch."""
+    clone.git("switch", "--quiet", "--detach")
+    for options in ((), ("--dry-run",)):
+        with pytest.raises(TemplateError, match=r"git switch -c main"):
+            update(*options)
+
+
+def test_a_user_whom_git_does_not_know_is_refused_before_the_merge(
+    clone: Repository, update: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = clone.state()
+    # Empty, it is as if git found neither a name nor an address.
+    monkeypatch.setenv("GIT_COMMITTER_NAME", "")
+    for options in ((), ("--dry-run",)):
+        with pytest.raises(TemplateError, match="`git var` failed"):
+            update(*options)
+    assert clone.state() == before
 
 
 @pytest.mark.usefixtures("clone")

@@ -16,6 +16,16 @@ from app.fleet.template.merge import Merge
 from app.fleet.template.releases import Release
 
 
+def check_repository(git: Git) -> None:
+    """Refuse a repository in which the update could not be committed, or not be merged afterwards."""
+    if not git("branch", "--show-current"):
+        raise TemplateError(
+            "a commit is checked out, and no branch: make one (git switch -c main), and repeat the command"
+        )
+    # Without a name and an address, git could not make the commit. It prints what to do.
+    git("var", "GIT_COMMITTER_IDENT")
+
+
 def check_is_clean(git: Git) -> None:
     if git("status", "--porcelain", "--untracked-files=no"):
         raise TemplateError("there are changes that are not committed: commit or stash them, and repeat the command")

@@ -16,7 +16,7 @@ from app.fleet.template.merge import Merge, merge
 from app.fleet.template.record import Record
 from app.fleet.template.releases import Release
 
-# For each class of files in a `Merge`, in this order: the text that is printed, and whether the files are listed.
+# For each class of files in a `Merge`, in this order: the text that is printed, and whether its files always are.
 CLASSES = {
     "replaced": ("replaced, in the fenced directories", False),
     "added": ("added by the release", False),
@@ -45,6 +45,7 @@ def update(
     known = Record.read(git.folder)
     if Path(git("rev-parse", "--show-toplevel")).resolve() != git.folder.resolve():
         raise TemplateError("this is not the top folder of a git repository: run the command there")
+    branch.check_repository(git)
     if not dry_run:
         branch.check_is_clean(git)
     template = releases.fetch(git, source or known.source)
@@ -57,7 +58,7 @@ def update(
     if not dry_run:
         branch.check_is_free(git, name)
     merged = merge(git, template, base, target)
-    show(merged, base, target)
+    show(merged, base, target, every_file=dry_run)
     if dry_run:
         write("\nNothing was changed. Without --dry-run, the result is on the branch " + name + ".")
         return
@@ -67,7 +68,7 @@ def update(
         raise typer.Exit(1)
 
 
-def show(merged: Merge, base: Release, target: Release) -> None:
+def show(merged: Merge, base: Release, target: Release, *, every_file: bool) -> None:
     """Print the release notes, and what happens to which files."""
     changed = notes.between(*merged.changelogs)
     for heading, text in changed.items():
@@ -76,7 +77,7 @@ def show(merged: Merge, base: Release, target: Release) -> None:
     for kind, (text, listed) in CLASSES.items():
         if paths := merged.classes[kind]:
             write(f"  {len(paths):4} {text}")
-            for path in paths if listed else []:
+            for path in paths if listed or every_file else []:
                 write(f"         {path}")
     for steps in notes.manual_steps(changed):
         write(f"\nTo do by hand:\n\n{steps}")
