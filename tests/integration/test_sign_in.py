@@ -22,6 +22,7 @@ from app.settings import Settings
 from tests.integration.test_audit import logged
 from tests.integration.test_edge import is_problem
 from tests.support.guides import import_program
+from tests.support.postgres import BOUND
 from tests.support.runs import LocalInstance, local_instance, soon
 from tests.support.service import Running, service
 
@@ -40,6 +41,8 @@ async def by_word(request: Request) -> Caller:
         await request.body()
     if word == "broken":
         raise httpx.ConnectError("the provider does not answer")
+    if word == "waits":
+        await asyncio.Event().wait()
     if word == "nothing":
         return None  # type: ignore[return-value]
     if word == "browser":
@@ -120,6 +123,15 @@ async def test_a_sign_in_that_fails_refuses_the_request_with_503(
         assert answer.headers["retry-after"] == "5"
     assert len(logged(caplog, "sign_in.failed")) == 3
     assert await here.sql("SELECT count(*) FROM runs") == [(0,)]
+
+
+async def test_a_sign_in_that_does_not_return_refuses_the_request_after_a_time(
+    here: LocalInstance, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.edge.auth.SIGN_IN_TIMEOUT", 0.05)
+    is_problem(await asyncio.wait_for(ask(here, "waits", "GET", "/actions"), BOUND), "unavailable")
+    assert len(logged(caplog, "sign_in.failed")) == 1
+    assert (await ask(here, "dave", "GET", "/actions")).status_code == 200
 
 
 async def test_api_keys_remain_valid_beside_the_sign_in_in_their_own_header(address: str, signed_in: None) -> None:  # noqa: ARG001

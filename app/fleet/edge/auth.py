@@ -7,9 +7,11 @@ is open. Probes are always open, and answer with their status only. Refused keys
 A sign-in is a function `sign_in` in `app/startup.py`, which returns the `Caller` of a request. It decides for the API
 and for the dashboard. If keys are set too, a request with the header `X-API-Key` is checked with them instead. The
 sign-in is called once for each request, before the body is read. What it raises, other than an `HTTPException`, is
-answered with 503, and nothing happens: a caller that cannot be checked may do nothing.
+answered with 503, and so is a sign-in that has not returned after `SIGN_IN_TIMEOUT`. Then nothing happens: a caller
+that cannot be checked may do nothing.
 """
 
+import asyncio
 import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -29,6 +31,7 @@ from app.fleet.telemetry.logs import event_log
 
 STREAM_RETRY_AFTER = 5
 SIGN_IN_RETRY_AFTER = 5
+SIGN_IN_TIMEOUT = 10.0
 
 log = event_log(__name__)
 
@@ -148,8 +151,9 @@ async def signed_in(request: Request, context: Context) -> Caller:
     """Return the caller that the service's own sign-in finds."""
     assert context.sign_in is not None
     try:
-        # Without the body, which is not read yet.
-        return checked(await context.sign_in(Request(request.scope)))
+        async with asyncio.timeout(SIGN_IN_TIMEOUT):
+            # Without the body, which is not read yet.
+            return checked(await context.sign_in(Request(request.scope)))
     except HTTPException as error:
         context.refused_keys.count("scope" if error.status_code == 403 else "missing")
         raise
