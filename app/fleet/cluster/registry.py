@@ -14,12 +14,12 @@ moment waits for the transaction and then reads its result. Lock order: presence
 Declaring a live instance gone is wasteful but not unsafe: that instance finds its row gone and joins again with another
 id, and every write that it still makes for the old id is refused (`runs/__init__.py`).
 
-Rooms above register a `GoneHook` for what they must change when an instance is gone. It runs in the same transaction,
-on its connection. That transaction must be short, because the leader's session waits for an answer only as long as its
-patience. So a hook changes at most `BATCH` rows per call and returns whether more may be left. The leader calls it
-again in later transactions until it returns false (`clean_up`). If the leader ends before that, or if it was not the
-leader who declared the instance gone (it left, or another one wants its name), the periodic checks of each room find
-the remaining rows, which name a gone instance.
+The packages above register a `GoneHook` for what they must change when an instance is gone. It runs in the same
+transaction, on its connection. That transaction must be short, because the leader's session waits for an answer only as
+long as its patience. So a hook changes at most `BATCH` rows per call and returns whether more may be left. The leader
+calls it again in later transactions until it returns false (`clean_up`). If the leader ends before that, or if it was
+not the leader who declared the instance gone (it left, or another one wants its name), the periodic checks of those
+packages find the remaining rows, which name a gone instance.
 
 `declare_gone` does not wait for the instance's own transactions, which hold its row FOR KEY SHARE: it skips a locked
 row, and the leader tries again. A transaction that never ends would keep the instance from ever being declared gone: if
