@@ -6,6 +6,9 @@ running deployments, or to the template.
 
 A second rename finds its places by the present name. Therefore a name that these places contain already, such as
 `postgres`, is refused: a later rename could not distinguish the two.
+
+The files are written one after another. A process that is killed in between leaves the new name in some of them, and
+the next call refuses it: `git restore .` first (docs/guides/rename.md).
 """
 
 import re
