@@ -7,7 +7,9 @@ disk.
 """
 
 import contextlib
+import gc
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from tests.support.scheduler import Scheduler
 FOLDER = pytest.StashKey[Path]()
 REAPER = pytest.StashKey[Reaper]()
 MINE = Path(__file__).parent / "mine"
+ABOUT_TEMPLATE = re.compile(r"^pytestmark = .*\bpytest\.mark\.template\b", re.MULTILINE)
 
 
 # A file system in memory, and the space that a run needs at most, with a large reserve.
@@ -64,14 +67,54 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(reaper.close)
 
 
+@cache
+def is_a_service() -> bool:
+    """Whether this repository is a service made from the template, and not the template: then it has another name."""
+    from app.fleet.errors import TemplateError
+    from app.fleet.template.record import Record
+
+    try:
+        return Record.read(Path(__file__).parents[1]).name != "flotilla"
+    except TemplateError:
+        return True
+
+
+def pytest_report_header() -> str | None:
+    return "without the tests of the template itself: this is a service made from it" if is_a_service() else None
+
+
+class LeftOut(pytest.Module):
+    """A module without tests, which is not imported."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        return []
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Leave out the modules with the template's own tests in a service: they may import what it has deleted."""
+    if is_a_service() and ABOUT_TEMPLATE.search(module_path.read_text()):
+        return LeftOut.from_parent(parent, path=module_path)
+    return None
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
     config.option.loadscopereorder = False
     return Scheduler(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the long tests first, so that no worker is left with one at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the template's own tests in a service. Start the long tests first, so that none is left at the end."""
+    if is_a_service():
+        left_out = [item for item in items if item.get_closest_marker("template")]
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector ignore what the collection has made, which saves a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

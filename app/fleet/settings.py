@@ -298,7 +298,9 @@ def refuse_unknown(settings: type[FleetSettings], folder: Path | None = None) ->
                 "Kubernetes adds such names for a Service called 'flotilla': set `enableServiceLinks: false` on the pod"
             )
         else:
-            close = difflib.get_close_matches(name.upper(), known, n=1)
+            # A name that is a shortened one, such as FLOTILLA_ENV, is more likely than one of similar letters.
+            longer = sorted(each for each in known if each.startswith(name.upper()))
+            close = longer if len(longer) == 1 else difflib.get_close_matches(name.upper(), known, n=1)
             hint = f"did you mean {close[0]}?" if close else "docs/reference/settings.md lists all settings"
         raise SettingsError(f"{name} is not a setting; {hint}")
 

@@ -15,6 +15,8 @@ from tests.support.guides import follow_js, program
 from tests.support.postgres import eventually
 from tests.support.proxy import Proxy
 
+pytestmark = pytest.mark.template
+
 OPERATE, READ = make_key("operator", "operate"), make_key("page", "read")
 # Starts to read a stream: `received` has its events and the time of each, `over` becomes null at its end, or the error.
 FOLLOW = """([url, key]) => {

@@ -1,4 +1,4 @@
-"""Each alert fires for a real fault, and none fires during a rolling deploy of ten instances.
+"""Each alert fires for a real fault, and none fires during a rolling deploy.
 
 A fault is made on real instances, and their metrics are recorded before it and during it. The recording then lasts for
 a quarter of an hour, because alerts wait: `promtool` evaluates the rules over it.
@@ -17,6 +17,7 @@ from tests.deploy.declared import ROOT
 from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually
 from tests.support.recording import Recording, differences, scrape
+from tests.support.rounds import rounds
 
 MONITORING = ROOT / "k8s/components/monitoring"
 RULES = MONITORING / "alerts.yml"
@@ -80,6 +81,7 @@ def test_the_operator_gets_the_same_rules() -> None:
     assert resource["spec"]["groups"] == yaml.safe_load(RULES.read_text())["groups"]
 
 
+@pytest.mark.template
 def test_every_alert_has_a_page_of_the_runbook_a_row_in_the_guide_and_a_test() -> None:
     tested = re.findall(r"\"(Flotilla\w+)\"", Path(__file__).read_text())
     guide = (ROOT / "docs/guides/monitor.md").read_text()
@@ -220,10 +222,12 @@ def test_a_pool_that_is_used_up(fleet: Fleet, tmp_path: Path) -> None:
 
 # Longer than for other tests: beside many other processes, the deploy takes minutes.
 @pytest.mark.timeout(900)
+@pytest.mark.rounds
 @pytest.mark.long
-def test_no_alert_fires_during_a_rolling_deploy_of_ten_instances(fleet: Fleet, tmp_path: Path) -> None:
-    """The test takes long because ten instances start one after the other, and as many end in order."""
-    instances = fleet.start(10, FLOTILLA_POOL_MAX="3")
+def test_no_alert_fires_during_a_rolling_deploy(fleet: Fleet, tmp_path: Path) -> None:
+    """The test takes long because instances start one after the other and end in order: ten in `make chaos`."""
+    number = rounds(10)
+    instances = fleet.start(number, FLOTILLA_POOL_MAX="3")
     eventually(lambda: instances[0].instances()["leader"])
     recording = Recording(interval="1s")
     finished = threading.Event()
@@ -235,7 +239,7 @@ def test_no_alert_fires_during_a_rolling_deploy_of_ten_instances(fleet: Fleet, t
     recorder = threading.Thread(target=record)
     recorder.start()
     try:
-        for _ in range(10):
+        for _ in range(number):
             (new,) = fleet.start(FLOTILLA_POOL_MAX="3")
             instances.append(new)
             new.trigger_all([{"action": "nap", "payload": {"seconds": 0.5}}] * 20)

@@ -349,6 +349,7 @@ def test_kubernetes_adds_no_service_variables_to_the_environment(rendered: Rende
         assert each["spec"]["enableServiceLinks"] is False
 
 
+@pytest.mark.template
 @pytest.mark.parametrize("page", ["monitor.md", "roles.md", "scale.md"])
 def test_a_component_that_a_guide_inserts_is_one_that_is_rendered_here(page: str) -> None:
     (block,) = (each for each in blocks(ROOT / "docs" / "guides" / page) if each.language == "yaml")
@@ -371,6 +372,7 @@ def test_every_container_declares_its_resources(rendered: Rendered) -> None:
         assert container["resources"]["limits"].keys() == {"memory"}
 
 
+@pytest.mark.template
 def test_the_production_overlay_has_no_secrets_and_the_guide_creates_each(rendered: Rendered) -> None:
     guide = (ROOT / "docs/guides/deploy.md").read_text()
     included = {each["metadata"]["name"] for each in rendered.objects if each["kind"] == "Secret"}

@@ -11,6 +11,8 @@ from tests.support import clones
 from tests.support.fleet import environment
 from tests.support.guides import program
 
+pytestmark = pytest.mark.template
+
 # They render the manifests with each component, and check names, labels, selectors and secrets among them.
 CHECKS = ("tests/deploy/test_kubernetes.py", "tests/deploy/test_compose.py", "tests/deploy/test_dockerfile.py")
 

@@ -8,6 +8,8 @@ from tests.support.fleet import Fleet, run
 from tests.support.pages import blocks
 from tests.support.postgres import Postgres, eventually
 
+pytestmark = pytest.mark.template
+
 BEHIND_A_POOLER, FIRST_OF_ALL, LATER = (
     block.text for block in blocks(ROOT / "docs/guides/deploy.md") if block.language == "sql"
 )

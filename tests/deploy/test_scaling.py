@@ -16,6 +16,8 @@ from tests.deploy.declared import ROOT
 from tests.support.fleet import Fleet, InstanceProcess, run
 from tests.support.postgres import Postgres, eventually
 
+pytestmark = pytest.mark.template
+
 TRIAL = "tests.support.trial_actions"
 GRANTS = re.findall(r"^```sql\n(.*?)^```$", (ROOT / "docs/guides/scale.md").read_text(), re.MULTILINE | re.DOTALL)[0]
 SCALED: dict[str, Any] = next(iter(yaml.safe_load_all((ROOT / "k8s/components/autoscaling/workers.yaml").read_text())))[

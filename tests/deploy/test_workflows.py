@@ -15,6 +15,8 @@ import yaml
 from tests.deploy.declared import ROOT
 from tests.support.tools import program
 
+pytestmark = pytest.mark.template
+
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 NOTES = ROOT / "scripts" / "release-notes"
 

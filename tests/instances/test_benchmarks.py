@@ -14,7 +14,7 @@ from benchmarks import peers
 from tests.support.fleet import ROOT, environment
 from tests.support.tools import missing
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.template]
 
 # The benchmarks that one test runs, one after the other; the groups take about the same time.
 TOGETHER = (

@@ -21,6 +21,8 @@ from tests.support.pages import blocks
 from tests.support.postgres import Postgres
 from tests.support.streams import messages
 
+pytestmark = pytest.mark.template
+
 OPERATE = make_key("clients", "operate")
 TYPESCRIPT = fleets.ROOT / "tests" / "clients" / "typescript"
 BIN = Path(sys.executable).parent

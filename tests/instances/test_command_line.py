@@ -63,6 +63,10 @@ def test_up_starts_three_instances_and_down_ends_them_and_their_database(folder:
     assert "embedded PostgreSQL: stopped" in rest.stdout
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health/live")
+    # It is not started by a command that only asks.
+    listed_later = run("list", cwd=folder)
+    assert listed_later.returncode != 0
+    assert "the embedded PostgreSQL is stopped; `flotilla up` starts it" in listed_later.stderr
     assert "no instance is running here" in run("down", cwd=folder).stdout
 
 
@@ -186,7 +190,7 @@ def test_wrong_usage_is_answered_with_a_message_and_an_exit_code(
 
 def test_an_unusable_directory_for_the_embedded_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = run("list", cwd=tmp_path, env={"FLOTILLA_EMBEDDED_DIR": "file/below"})
+    done = run("migrate", cwd=tmp_path, env={"FLOTILLA_EMBEDDED_DIR": "file/below"})
     assert done.returncode == 4
     assert "FLOTILLA_EMBEDDED_DIR" in done.stderr
     assert "Traceback" not in done.stderr

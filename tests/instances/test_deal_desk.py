@@ -27,7 +27,7 @@ from examples.deal_desk.world.record import Everything
 from tests.support.fleet import NO_TRUST, ROOT, Fleet, environment, start
 from tests.support.postgres import Postgres, eventually, free_port
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.template]
 
 DESK = [sys.executable, "-m", "examples.deal_desk"]
 MINUTE = 60.0

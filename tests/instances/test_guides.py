@@ -17,6 +17,8 @@ from tests.support.fleet import ROOT, Fleet, InstanceProcess, environment
 from tests.support.pages import blocks
 from tests.support.postgres import Postgres, eventually, free_port
 
+pytestmark = pytest.mark.template
+
 GUIDES = ROOT / "docs" / "guides"
 BIN = Path(sys.executable).parent
 ACTIONS = """

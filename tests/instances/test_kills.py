@@ -12,10 +12,11 @@ from psycopg.rows import TupleRow
 
 from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.postgres import Postgres, eventually
+from tests.support.rounds import rounds
 from tests.support.trial_actions import EFFECTS
 
 INSTANCES = 3
-KILLS = 30
+KILLS = rounds(30)
 IN_FLIGHT = 200
 
 
@@ -28,11 +29,12 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
         yield own
 
 
+@pytest.mark.rounds
 @pytest.mark.long
-def test_no_run_is_lost_or_doubled_in_thirty_kills_with_two_hundred_runs_in_flight(fleet: Fleet, address: str) -> None:
+def test_no_run_is_lost_or_doubled_in_kills_with_two_hundred_runs_in_flight(fleet: Fleet, address: str) -> None:
     """There are always two hundred unfinished runs; one instance after the other is killed and replaced.
 
-    The test takes long because thirty instances start one after the other.
+    The test takes long because ten instances start one after the other, and thirty in `make chaos`.
     """
     chance = random.Random(20)
     instances = fleet.start(INSTANCES)

@@ -14,10 +14,11 @@ from psycopg.rows import TupleRow
 from tests.support.fleet import Fleet, InstanceProcess
 from tests.support.ordered import NUMBERED, READ_EFFECTS, runs_by_key
 from tests.support.postgres import eventually
+from tests.support.rounds import rounds
 
 INSTANCES = 3
 KEYS = 10
-KILLS = 12
+KILLS = rounds(12)
 # Runs per batch, of all ordering keys together.
 BATCH = 40
 LONG = 0.5
@@ -32,6 +33,7 @@ def fleet(address: str, tmp_path: Path) -> Iterator[Fleet]:
         yield own
 
 
+@pytest.mark.rounds
 @pytest.mark.long
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "asked-to-leave"])
 def test_ordered_runs_keep_their_order_when_instances_are_killed_or_leave(
@@ -46,7 +48,7 @@ def test_ordered_runs_keep_their_order_when_instances_are_killed_or_leave(
     leaving: list[InstanceProcess] = []
     expected: dict[str, list[int]] = {f"line-{number}": [] for number in range(KEYS)}
     with psycopg.connect(address, autocommit=True) as session:
-        for _ in range(KILLS if kill else KILLS // 4):
+        for _ in range(KILLS if kill else -(-KILLS // 4)):
             time.sleep(chance.uniform(0.1, 0.6))
             victim = None
             # On a busy machine, the long runs of a batch may have ended before they were seen.

@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.fleet import NO_TRUST, Fleet, InstanceProcess
 from tests.support.postgres import eventually, free_port
+from tests.support.rounds import rounds
 from tests.support.tools import program
 
 CHECK_MS = 50
@@ -138,14 +139,15 @@ def wait_until_in_rotation(entry: str, instance: InstanceProcess) -> None:
     eventually(served)
 
 
+@pytest.mark.rounds
 @pytest.mark.long
-def test_three_rolling_restarts_of_three_instances_under_load_fail_no_request(
+def test_rolling_restarts_of_three_instances_under_load_fail_no_request(
     fleet: Fleet, entry: str, ports: list[int]
 ) -> None:
-    """The test takes long because nine instances leave and start one after the other."""
-    load = restart_each(fleet, entry, ports, times=3, drain_delay="4")
+    """The test takes long because three instances leave and start one after the other, and nine in `make chaos`."""
+    load = restart_each(fleet, entry, ports, times=rounds(3), drain_delay="4")
 
-    assert load.outcomes["200"] > 300
+    assert load.outcomes["200"] > 100
     assert not load.failed
     assert not [line for instance in fleet.instances for line in instance.errors()]
 

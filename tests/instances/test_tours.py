@@ -18,12 +18,16 @@ from tests.support.page_reader import DONE, Reader, lend_environment, reading, r
 from tests.support.pages import Block, blocks
 from tests.support.postgres import eventually, free_port
 
+pytestmark = pytest.mark.template
+
 TOUR = ROOT / "docs" / "start" / "tour.md"
 DESK = ROOT / "examples" / "deal_desk" / "README.md"
 FLOTILLA = ".venv/bin/flotilla"
 REPORT = ".venv/bin/python -m examples.deal_desk report"
 # The port of the desk's upstreams.
 WORLD = free_port()
+# Between two looks by a command, each of which takes about a second of a processor.
+PAUSE = 2.0
 
 
 def commands(page: Path) -> list[Block]:
@@ -47,7 +51,7 @@ def holders(reader: Reader) -> dict[str, int]:
 def test_the_tour_and_the_session_of_the_deal_desk(tmp_path: Path) -> None:
     """The test takes long because each page starts three instances, and some of them are killed."""
     origin = repository(tmp_path)
-    with reading(tmp_path, DESK_WORLD_PORT=str(WORLD), DESK_WORLD_EVERY="2") as reader:
+    with reading(tmp_path, DESK_WORLD_PORT=str(WORLD), DESK_WORLD_EVERY="5") as reader:
         subprocess.run(["git", "clone", "--quiet", str(origin), str(reader.clone)], check=True)
         lend_environment(reader.clone)
         reader.type(f"cd {reader.clone}")
@@ -66,20 +70,20 @@ def tour(reader: Reader) -> None:
     leader, another, *_ = sorted(instances(reader), key=lambda each: not each["leader"])
     assert "kill -9 21312" in kill.text
     reader.type(kill.text.replace("21312", str(leader["pid"])).replace("8001", str(another["port"])))
-    eventually(lambda: {each["leader"] for each in instances(reader)} == {True, False})
+    eventually(lambda: {each["leader"] for each in instances(reader)} == {True, False}, every=PAUSE)
     follower = next(each for each in instances(reader) if not each["leader"] and each["state"] == "ready")
     assert "flotilla-2" in leave.text
     reader.type(leave.text.replace("flotilla-2", follower["name"]).replace("8001", str(follower["port"])))
-    eventually(lambda: "shutdown.finished" in shown(reader, f"cat .flotilla/logs/{follower['port']}.log"))
+    eventually(lambda: "shutdown.finished" in shown(reader, f"cat .flotilla/logs/{follower['port']}.log"), every=PAUSE)
     reader.type(stop.text)
 
 
 def desk(reader: Reader) -> None:
     start, watch, *session, stop = commands(DESK)
     reader.type(start.text)
-    eventually(lambda: holders(reader).keys() == {"deal-desk-world", "halts-monitor"})
+    eventually(lambda: holders(reader).keys() == {"deal-desk-world", "halts-monitor"}, every=PAUSE)
     eventually(world_is_up)
-    eventually(lambda: re.search(r": [1-9]\d* alerts$", shown(reader, REPORT), re.MULTILINE))
+    eventually(lambda: re.search(r": [1-9]\d* alerts$", shown(reader, REPORT), re.MULTILINE), every=PAUSE)
     reader.type(watch.text)
     assert "deliver-alert" in reader.shown
     for block in session:

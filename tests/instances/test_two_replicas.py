@@ -25,6 +25,8 @@ from tests.support.pages import blocks
 from tests.support.postgres import Postgres, eventually, free_port
 from tests.support.streams import Watcher
 
+pytestmark = pytest.mark.template
+
 PAGE = ROOT / "docs" / "two-replicas.md"
 Side = Literal["before", "after"]
 # What the page calls your database and another system.

@@ -6,6 +6,7 @@ deleted the example.
 """
 
 import contextlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ from tests.support import clones, guides
 from tests.support.fleet import NO_TRUST, environment
 from tests.support.postgres import eventually, free_port
 from tests.support.tools import program
+
+pytestmark = pytest.mark.template
 
 RELEASES = ("100.1.0", "100.2.0")
 # What a reader replaces in docs/guides/update.md.
@@ -48,7 +51,7 @@ def downgrade() -> None:
 '''
 # The tests of the clone that an update could break, and that need no minute.
 CHECKS = (
-    "tests/unit/test_documentation.py",
+    "tests/mine",
     "tests/unit/test_golden_statements.py",
     "tests/unit/test_openapi.py",
     "tests/unit/test_settings.py",
@@ -158,18 +161,26 @@ def write_record(checkout: Checkout, release: str) -> None:
 
 @pytest.fixture
 def clone(template: Path, tmp_path: Path, address: str) -> Iterator[Checkout]:
-    """A clone of the first release with the code of the walkthrough, without the example, with its own README."""
-    own = Checkout(tmp_path / "harbour", address)
-    subprocess.run(
-        ["git", "clone", "--quiet", "--branch", f"v{RELEASES[0]}", str(template), str(own.folder)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    own.git("switch", "--quiet", "--create", "main-of-harbour")
+    """A clone of the first release, begun as docs/guides/begin.md says, with the code of the walkthrough.
+
+    It has its own README, and has deleted the example and most pages.
+    """
+    own = Checkout(tmp_path / "harbour-desk", address)
+    get, _, *then = guides.program("begin", "sh", "git clone").replace(PLACEHOLDER, str(template)).splitlines()
+    get = re.sub(r"--branch \S+", f"--branch v{RELEASES[0]}", get)
+    subprocess.run(shlex.split(get), cwd=tmp_path, check=True, capture_output=True)
+    for command in then:
+        name, *arguments = shlex.split(command)
+        if name == "git":
+            own.git(*arguments)
+        elif name.endswith("/flotilla"):
+            own.run("app", *arguments)
     clones.delete_example(own.folder)
     clones.write_walkthrough(own.folder)
     own.run("ruff", "check", "--no-cache", "--quiet", "--fix", "app/models.py")
-    own.run("app", "rename", "harbour")
-    own.edit("README.md", "# Harbour\n", "# Harbour\n\nOur own sentence.\n")
+    own.edit("README.md", "# Harbour desk\n", "# Harbour desk\n\nOur own sentence.\n")
+    for folder in ("decisions", "explanation", "reference", "start"):
+        shutil.rmtree(own.folder / "docs" / folder)
     own.run("app", "migrate")
     own.run("alembic", "revision", "--autogenerate", "-m", "soundings", "--head", "app@head",
             "--version-path", "alembic/versions/app")  # fmt: skip
@@ -201,7 +212,7 @@ def test_a_clone_takes_a_later_release_and_its_instances_work_beside_those_of_be
         shown = clone.run("app", *shlex.split(command)[1:])
     assert f"## {RELEASES[1]}" in shown
     assert "in conflict" not in shown
-    clone.git("switch", "--quiet", "main-of-harbour")
+    clone.git("switch", "--quiet", "main")
     clone.git("merge", "--quiet", f"flotilla-update-{RELEASES[1]}")
     check_files(clone)
 
@@ -221,11 +232,12 @@ def check_files(clone: Checkout) -> None:
     assert "Of the later release" in (clone.folder / "app/fleet/duration.py").read_text()
     assert "trial:  ## Of the later release" in (clone.folder / "Makefile").read_text()
     readme = (clone.folder / "README.md").read_text()
-    assert readme.startswith("# Harbour\n\nOur own sentence.\n")
+    assert readme.startswith("# Harbour desk\n\nOur own sentence.\n")
     assert "A sentence of the later release." in readme
     project = (clone.folder / "pyproject.toml").read_text()
-    assert 'name = "harbour"' in project
+    assert 'name = "harbour-desk"' in project
     assert "later = true" in project
+    assert not (clone.folder / "docs/reference").exists()
     assert not (clone.folder / "app/actions/mailings.py").exists()
     assert not (clone.folder / "alembic/versions/app/app_0002_mailings.py").exists()
     assert (clone.folder / "app/actions/soundings.py").exists()

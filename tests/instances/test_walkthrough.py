@@ -15,6 +15,8 @@ from tests.support.fleet import ROOT
 from tests.support.page_reader import lend_environment, reading, repository, started_in
 from tests.support.pages import blocks
 
+pytestmark = pytest.mark.template
+
 PAGE = ROOT / "docs" / "start" / "first-action.md"
 MAX_STEPS = 10
 

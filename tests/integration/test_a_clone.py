@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.fleet import ROOT
 
+pytestmark = pytest.mark.template
+
 ACTION = """import logging
 
 from app.fleet import Run, action

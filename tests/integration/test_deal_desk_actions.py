@@ -13,6 +13,8 @@ from examples.deal_desk.alerts import Message, deliver_alert
 from examples.deal_desk.research import Subject, research_deal
 from examples.deal_desk.tables import Alert, Deal, Payment, prepared
 
+pytestmark = pytest.mark.template
+
 __all__ = ["databases", "instance", "instance_resources"]
 
 

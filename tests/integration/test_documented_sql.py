@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.service import service
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.template]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [*sorted((DOCS / "runbook").glob("*.md")), *sorted((DOCS / "explanation").glob("*.md"))]

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.fleet import ROOT, environment
 
+pytestmark = pytest.mark.template
+
 GUIDE = ROOT / "docs" / "guides" / "test.md"
 MODULE = "tests/mine/test_bills.py"
 

@@ -30,7 +30,7 @@ from tests.support.fleet import ROOT
 from tests.support.pages import blocks
 from tests.support.runs import LocalInstance, local_instance, soon
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.template]
 
 GUIDES = ROOT / "docs" / "guides"
 PACKAGE = "blocks_of_guides"

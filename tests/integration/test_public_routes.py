@@ -70,9 +70,10 @@ def test_a_public_route_declares_no_security_in_the_openapi_document() -> None:
     document = create_app(Settings.load()).openapi()
     assert "security" not in document["paths"]["/notes"]["post"]
     assert not {"401", "403"} & set(document["paths"]["/notes"]["post"]["responses"])
-    assert "security" in document["paths"]["/mailings"]["post"]
+    assert "security" in document["paths"]["/runs:batch"]["post"]
 
 
+@pytest.mark.template
 async def test_the_webhook_of_the_guide_books_each_signed_delivery_once(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ async def test_a_route_that_needs_an_unknown_type_fails_with_the_reason_in_the_l
 class Upstream(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = json.dumps({"rate": 1.25 if self.path == "/EUR" else 7}).encode()
-        self.send_response(200)
+        self.send_response(404 if self.path == "/none" else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -134,6 +134,7 @@ def upstream() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.template
 async def test_the_resources_of_the_guide_are_found_in_its_action_and_its_route(
     address: str, upstream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ async def test_the_resources_of_the_guide_are_found_in_its_action_and_its_route(
         here = LocalInstance(running)
         assert (await here.run("read-rate", {"code": "EUR"})).result == 1.25
         assert (await running.client.get("/rates/JPY")).json() == 7
+        is_problem(await running.client.get("/rates/none"), "unavailable")
         client = running.context.resources.find(httpx.AsyncClient)
     assert client.is_closed
 
@@ -165,6 +167,7 @@ async def test_the_resources_of_the_guide_are_found_in_its_action_and_its_route(
         assert (await running.client.get("/rates/JPY")).json() == 3.5
 
 
+@pytest.mark.template
 async def test_the_loop_of_the_guide_runs_while_its_instance_does(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -221,6 +221,7 @@ def test_a_caller_has_a_printable_name_and_a_known_scope(name: str, scope: Any) 
 # -- docs/guides/sign-in.md -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.template
 async def test_the_first_example_of_the_guide(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import_program(monkeypatch, "sign-in", "let-me-in")
     async with service(address) as running:
@@ -282,6 +283,7 @@ async def status(running: Running, token: str, method: str = "GET", path: str = 
     return answer.status_code
 
 
+@pytest.mark.template
 async def test_a_token_of_the_provider_gives_the_scope_of_its_strongest_role(oidc: tuple[Running, Provider]) -> None:
     running, provider = oidc
     assert await status(running, provider.token()) == 200
@@ -293,6 +295,7 @@ async def test_a_token_of_the_provider_gives_the_scope_of_its_strongest_role(oid
     assert provider.reads == 1
 
 
+@pytest.mark.template
 async def test_a_token_that_the_provider_did_not_issue_for_this_service_is_refused(
     oidc: tuple[Running, Provider],
 ) -> None:
@@ -320,6 +323,7 @@ def unsigned(token: str) -> str:
     return f"{head}.{token.split('.')[1]}."
 
 
+@pytest.mark.template
 async def test_the_keys_are_read_again_for_a_new_key_but_not_for_each_token(oidc: tuple[Running, Provider]) -> None:
     running, provider = oidc
     for number in range(20):
@@ -333,6 +337,7 @@ async def test_the_keys_are_read_again_for_a_new_key_but_not_for_each_token(oidc
     assert provider.reads == 3
 
 
+@pytest.mark.template
 async def test_without_the_provider_the_keys_that_were_read_are_used_and_without_keys_the_answer_is_503(
     oidc: tuple[Running, Provider],
 ) -> None:
@@ -347,6 +352,7 @@ async def test_without_the_provider_the_keys_that_were_read_are_used_and_without
     assert await status(running, provider.token()) == 200
 
 
+@pytest.mark.template
 async def test_the_header_of_a_proxy_counts_only_from_a_trusted_proxy(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ Not for a process whose interpreter needs its own options (`PYTHONPATH`, `LD_PRE
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -170,6 +171,9 @@ def serve(address: str) -> Job | None:
     """Fork once per request. Return in each child with its job, and in the fork server, at its end, with None."""
     for module in MODULES:
         importlib.import_module(module)
+    # A forked process does not go through the objects of these modules when it collects garbage.
+    gc.collect()
+    gc.freeze()
     selector = selectors.DefaultSelector()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

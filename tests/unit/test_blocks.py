@@ -13,6 +13,8 @@ import pytest
 from tests.support.pages import Block, blocks
 from tests.unit.test_documentation import ROOT
 
+pytestmark = pytest.mark.template
+
 # Not to be run: what a command shows, and drawings.
 SHOWN = {"text", "mermaid"}
 # To be run. A block in another language is a mistake, or the language is to be added here.

@@ -6,6 +6,8 @@ import pytest
 
 from tests.unit.test_documentation import DOCS, ROOT, links, rows
 
+pytestmark = pytest.mark.template
+
 PAGE = DOCS / "comparison.md"
 # The first column of each table names the row, and the second is Flotilla's.
 TABLES = (

@@ -7,6 +7,8 @@ import pytest
 from examples.deal_desk.verdict import Verdict, judge
 from examples.deal_desk.world.record import Charge, Everything, Fate, Filing, Halt, Headline, Post, Request
 
+pytestmark = pytest.mark.template
+
 DEAL = "Baltic Freight / Keel Tugs #1"
 FILING = Filing(accession="7-26-1", company="Baltic Freight", form="8-K", deal=DEAL, at=1)
 HALT = Halt(halt="7-H1", company="Baltic Freight", at=1)

@@ -48,6 +48,8 @@ from app.fleet.telemetry.metrics import DEFINITIONS
 from app.settings import Settings
 from examples.deal_desk import settings as deal_desk
 
+pytestmark = pytest.mark.template
+
 ROOT = Path(__file__).resolve().parents[2]
 # A service built on the template has its own conventions: only the files of the template are checked.
 FLEET = ROOT / "app" / "fleet"

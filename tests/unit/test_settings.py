@@ -43,9 +43,15 @@ def test_the_variable_of_the_database_may_have_the_prefix_or_not(monkeypatch: py
     assert settings.database_url.get_secret_value() == ADDRESS
 
 
-def test_a_typing_error_is_refused_and_the_right_name_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOTILLA_DRAIN_DELAI", "5")
-    assert refused() == "FLOTILLA_DRAIN_DELAI is not a setting; did you mean FLOTILLA_DRAIN_DELAY?"
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("FLOTILLA_DRAIN_DELAI", "FLOTILLA_DRAIN_DELAY"), ("FLOTILLA_ENV", "FLOTILLA_ENVIRONMENT")],
+)
+def test_a_typing_error_is_refused_and_the_right_name_suggested(
+    monkeypatch: pytest.MonkeyPatch, given: str, meant: str
+) -> None:
+    monkeypatch.setenv(given, "5")
+    assert refused() == f"{given} is not a setting; did you mean {meant}?"
 
 
 def test_a_typing_error_in_the_env_file_is_refused_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

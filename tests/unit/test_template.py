@@ -17,6 +17,8 @@ from app.fleet.template.record import Record
 from tests.support import tools
 from tests.support.fleet import ROOT
 
+pytestmark = pytest.mark.template
+
 RECORD = 'release = "{}"\ncommit = "$Format:%H$"\nsource = ""\nname = "flotilla"\ntitle = "Flotilla"\n'
 MIDDLE = "".join(f"line {number}\n" for number in range(20))
 FIRST = {

@@ -3,8 +3,12 @@
 import re
 from xml.etree import ElementTree
 
+import pytest
+
 from tests.support.terminal_svg import HOLD, Line, draw
 from tests.unit.test_documentation import ROOT
+
+pytestmark = pytest.mark.template
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 PICTURE = ROOT / "docs" / "images" / "takeover.svg"

@@ -5,6 +5,7 @@ Each noun has its own file; this file lists the commands. No command connects to
 from any machine, also while no instance runs.
 """
 
+import gc
 import platform
 import sys
 from typing import NoReturn
@@ -52,6 +53,9 @@ def version() -> None:
 
 
 def main() -> NoReturn:
+    # What has been imported stays until the end. Without this, the garbage collector goes through it again then, which
+    # is a quarter of the time of a command.
+    gc.freeze()
     try:
         app()
     except FleetError as error:

@@ -18,4 +18,4 @@ def between(old: str, new: str) -> dict[str, str]:
 def manual_steps(notes: dict[str, str]) -> list[str]:
     """Return what must be done by hand, for the oldest release first."""
     steps = (sections(text, level="###").get("Manual steps") for text in notes.values())
-    return [text for text in steps if text][::-1]
+    return [text for text in steps if text and text != "None."][::-1]
