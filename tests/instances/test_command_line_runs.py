@@ -251,7 +251,7 @@ def test_a_missing_schema_or_database_is_reported_with_advice(
 def test_a_command_refuses_a_schema_that_is_older_than_itself(flotilla: CommandLine, address: str) -> None:
     assert run("migrate", address=address).returncode == 0
     with psycopg.connect(address) as session:
-        session.execute("DELETE FROM flotilla.alembic_version WHERE version_num LIKE 'app%'")
+        session.execute("DELETE FROM flotilla.alembic_version WHERE version_num NOT LIKE 'fleet%'")
         session.execute("UPDATE flotilla.alembic_version SET version_num = 'fleet_0001'")
     behind = flotilla("runs", address=address)
     assert behind.code == 4

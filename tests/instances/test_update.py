@@ -138,7 +138,7 @@ def template(tmp_path: Path) -> Path:
         MIGRATION.format(previous="_".join(previous.split("_")[:2]))
     )
     with (made.folder / "app/fleet/duration.py").open("a") as machinery:
-        machinery.write("\n# Of the later release.\n")
+        machinery.write("\n\n# Of the later release.\n")
     made.edit("pyproject.toml", "[tool.fastapi]", "[tool.trial]\nlater = true\n\n[tool.fastapi]")
     made.edit("README.md", "## Read on", "A sentence of the later release.\n\n## Read on")
     made.edit(
@@ -217,7 +217,8 @@ def test_a_clone_takes_a_later_release_and_its_instances_work_beside_those_of_be
     check_files(clone)
 
     clone.run("app", "migrate")
-    clone.run("ruff", "check", "--no-cache", "--quiet", "app", "alembic")
+    clone.run("ruff", "check", "--no-cache", "--quiet", ".")
+    clone.run("ruff", "format", "--no-cache", "--quiet", "--check", ".")
     clone.run("pytest", "-q", "-p", "no:cacheprovider", *CHECKS)
 
     new = clone.serve("new")

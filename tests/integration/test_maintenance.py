@@ -578,7 +578,7 @@ async def test_instances_with_the_same_actions_divide_the_queues_among_them(
     async with (
         local_instance(address) as one,
         local_instance(address) as two,
-        service(address, actions=("benchmarks.actions",)) as other,
+        service(address, actions=("tests.support.trial_schedules",)) as other,
     ):
         backlogs = [each.engine.backlog for each in (one, two)]
         await soon(lambda: one.sql("SELECT 1 WHERE %s", sorted(each.part for each in backlogs) == [(0, 2), (1, 2)]))

@@ -47,4 +47,4 @@ def write_walkthrough(clone: Path) -> None:
             "router.include_router(mailings.router)\n", ""
         )
         path = clone / named[1]
-        path.write_text(f"{path.read_text()}\n\n{content}" if named[2] else content)
+        path.write_text(f"{path.read_text().rstrip()}\n\n\n{content}" if named[2] else content)
