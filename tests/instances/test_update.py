@@ -163,7 +163,7 @@ def write_record(checkout: Checkout, release: str) -> None:
 def clone(template: Path, tmp_path: Path, address: str) -> Iterator[Checkout]:
     """A clone of the first release, begun as docs/guides/begin.md says, with the code of the walkthrough.
 
-    It has its own README, and has deleted the example and most pages.
+    It has its own README, and has deleted the example, most pages and the tests of the template itself.
     """
     own = Checkout(tmp_path / "harbour-desk", address)
     get, _, *then = guides.program("begin", "sh", "git clone").replace(PLACEHOLDER, str(template)).splitlines()
@@ -179,8 +179,9 @@ def clone(template: Path, tmp_path: Path, address: str) -> Iterator[Checkout]:
     clones.write_walkthrough(own.folder)
     own.run("ruff", "check", "--no-cache", "--quiet", "--fix", "app/models.py")
     own.edit("README.md", "# Harbour desk\n", "# Harbour desk\n\nOur own sentence.\n")
-    for folder in ("decisions", "explanation", "reference", "start"):
-        shutil.rmtree(own.folder / "docs" / folder)
+    subprocess.run(guides.program("begin", "sh", "git rm"), shell=True, cwd=own.folder, check=True)  # noqa: S602
+    for folder in ("docs/decisions", "docs/explanation", "docs/reference", "docs/start", "examples", "benchmarks"):
+        shutil.rmtree(own.folder / folder)
     own.run("app", "migrate")
     own.run("alembic", "revision", "--autogenerate", "-m", "soundings", "--head", "app@head",
             "--version-path", "alembic/versions/app")  # fmt: skip
