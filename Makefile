@@ -24,7 +24,7 @@ define create_venv
 endef
 
 define install
-	@echo "Installing the packages of requirements-dev.lock into .venv (once, 700 MB): this takes a minute or more"
+	@test -x $(BIN)/pytest || echo "Installing the packages of requirements-dev.lock into .venv (700 MB): this takes a minute or more"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --no-build-isolation -e .
 endef

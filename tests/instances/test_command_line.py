@@ -43,6 +43,10 @@ def test_up_starts_three_instances_and_down_ends_them_and_their_database(folder:
     assert again.returncode == 0
     assert again.stdout.count("is already running") == 3
 
+    run("psql", "-c", "UPDATE instances SET version = '0.0.1'", cwd=folder)
+    older = run("up", "--port", str(port), cwd=folder)
+    assert older.stdout.count("is already running, with release 0.0.1; this checkout has") == 3
+
     listed = json.loads(run("list", "--json", cwd=folder).stdout)
     assert len(listed) == 3
     assert sum(row["leader"] for row in listed) == 1

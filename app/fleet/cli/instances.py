@@ -16,6 +16,7 @@ from urllib.request import urlopen
 
 import typer
 
+from app import __version__
 from app.fleet.cli.terminal import (
     AsJson,
     coarse_duration,
@@ -124,7 +125,7 @@ def up(
     started: dict[int, subprocess.Popen[bytes]] = {}
     for number, each in enumerate(ports, 1):
         if each in present:
-            write(f"port {each}: {present[each].name} is already running")
+            write(f"port {each}: {present[each].name} is already running{of_another_release(present[each])}")
             continue
         own_name = name if name is None or instances == 1 else f"{name}-{number}"
         started[each] = launch(each, settings, own_name, role, workspace, force)
@@ -281,6 +282,13 @@ def cells(row: Instance) -> Iterator[str]:
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def of_another_release(instance: Instance) -> str:
+    """Return what to do about an instance that has the code of another release, as after an update."""
+    if instance.version == __version__:
+        return ""
+    return f", with release {instance.version}; this checkout has {__version__}: `flotilla down` first"
 
 
 def by_port_on_this_host(rows: list[Instance]) -> dict[int, Instance]:
