@@ -1,6 +1,7 @@
 """After the `flotilla rename` of docs/guides/rename.md, the deployment still fits together, under its new name."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,12 @@ def test_the_deployment_of_a_renamed_service_passes_its_tests(renamed: Path) -> 
 
 def test_the_title_of_the_api_is_the_new_one(renamed: Path) -> None:
     assert '"title": "Harbour desk"' in run_in(renamed, "app", "openapi")
+
+
+def test_a_renamed_service_leaves_out_the_tests_of_the_template_and_what_they_import(renamed: Path) -> None:
+    shutil.rmtree(renamed / "examples")
+    files = ("tests/unit/test_documentation.py", "tests/deploy/test_alerts.py")
+    collected = run_in(renamed, "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *files)
+    assert "::test_a_missing_leader" in collected
+    assert "test_documentation.py::" not in collected
+    assert "::test_every_alert_has_a_page_of_the_runbook" not in collected
