@@ -67,10 +67,9 @@ def test_up_starts_three_instances_and_down_ends_them_and_their_database(folder:
     assert "embedded PostgreSQL: stopped" in rest.stdout
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health/live")
-    # It is not started by a command that only asks.
     listed_later = run("list", cwd=folder)
     assert listed_later.returncode != 0
-    assert "the embedded PostgreSQL is stopped; `flotilla up` starts it" in listed_later.stderr
+    assert "the embedded PostgreSQL is stopped: `flotilla up` starts it" in listed_later.stderr
     assert "no instance is running here" in run("down", cwd=folder).stdout
 
 

@@ -23,11 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from app.fleet.cluster.registry import Registry, Session
-from app.fleet.db import dsn, embedded, migrations, preflight
+from app.fleet.db import dsn, migrations, preflight
 from app.fleet.db.direct import open_session
 from app.fleet.db.namespace import Namespace
 from app.fleet.db.pool.pool import Connection, shows_an_outage
-from app.fleet.errors import EmbeddedUnavailable, OutcomeUnknown, SchemaOutdated
+from app.fleet.errors import OutcomeUnknown, SchemaOutdated
 from app.fleet.settings import FleetSettings
 from app.fleet.telemetry.redaction import printable
 
@@ -47,17 +47,10 @@ def load_settings() -> FleetSettings:
     return settings.load()
 
 
-def resolve_running(settings: FleetSettings) -> dsn.Addresses:
-    """Return the addresses. Do not start the embedded PostgreSQL: a command that only asks would leave it running."""
-    if settings.embedded and not embedded.is_running(settings.embedded_dir):
-        raise EmbeddedUnavailable("the embedded PostgreSQL is stopped; `flotilla up` starts it, with instances")
-    return dsn.resolve(settings)
-
-
 @contextlib.contextmanager
 def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Registry]]:
     """Open a session for the registry of instances."""
-    addresses = resolve_running(settings)
+    addresses = dsn.resolve(settings, start=False)
     namespace = Namespace(settings.namespace)
     with (
         translate_errors(addresses),
@@ -71,7 +64,7 @@ def session_for(settings: FleetSettings) -> Iterator[tuple[Session, Registry]]:
 @contextlib.asynccontextmanager
 async def connect(settings: FleetSettings) -> AsyncIterator[tuple[Connection, Namespace]]:
     """Open an asynchronous connection for the engine's functions. Each statement commits by itself."""
-    addresses = resolve_running(settings)
+    addresses = dsn.resolve(settings, start=False)
     namespace = Namespace(settings.namespace)
     with translate_errors(addresses):
         check_schema(addresses, namespace)

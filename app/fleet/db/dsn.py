@@ -44,10 +44,11 @@ class Addresses:
         return location(self.direct)
 
 
-def resolve(settings: FleetSettings) -> Addresses:
-    """Return the addresses from the settings; without any, start the embedded database."""
+def resolve(settings: FleetSettings, *, start: bool = True) -> Addresses:
+    """Return the addresses from the settings; without any, that of the embedded database, started if necessary."""
     if settings.database_url is None:
-        address = embedded.ensure_running(settings.embedded_dir)
+        find = embedded.ensure_running if start else embedded.address_if_running
+        address = find(settings.embedded_dir)
         return Addresses(complete(address), complete(address), pooled=False)
     pool = complete(settings.database_url.get_secret_value())
     direct = settings.database_direct_url

@@ -164,6 +164,15 @@ def ensure_running(home: Path) -> str:
     return server.address
 
 
+def address_if_running(home: Path) -> str:
+    """Return the address of the embedded server, which must run already."""
+    if not is_running(home):
+        raise EmbeddedUnavailable(
+            "no DATABASE_URL is set, and the embedded PostgreSQL is stopped: `flotilla up` starts it, with instances"
+        )
+    return Server(home).address
+
+
 def stop(home: Path) -> bool:
     """Stop the embedded server; return whether it was running."""
     server = Server(home)
