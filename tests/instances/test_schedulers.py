@@ -45,7 +45,7 @@ def count_slot_keys(session: psycopg.Connection[TupleRow]) -> int:
 
 @pytest.mark.rounds
 @pytest.mark.long
-@pytest.mark.parametrize("number", [2, 10])
+@pytest.mark.parametrize("number", [2, 5, 10])
 def test_several_schedulers_insert_one_run_for_each_slot(
     address: str, tmp_path: Path, session: psycopg.Connection[TupleRow], number: int
 ) -> None:
