@@ -70,13 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @cache
 def is_a_service() -> bool:
     """Whether this repository is a service made from the template, and not the template: then it has another name."""
-    from app.fleet.errors import TemplateError
-    from app.fleet.template.record import Record
+    from app.fleet.template.record import FILE, Record
 
-    try:
-        return Record.read(Path(__file__).parents[1]).name != "flotilla"
-    except TemplateError:
-        return True
+    root = Path(__file__).parents[1]
+    # A damaged file is an error, and must not leave out tests of the template.
+    return not (root / FILE).exists() or Record.read(root).name != "flotilla"
 
 
 def pytest_report_header() -> str | None:
@@ -103,10 +101,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the template's own tests in a service. Start the long tests first, so that none is left at the end."""
+    """Leave out the template's own tests in a service, and start the long tests first.
+
+    Otherwise a worker could be left with a long test at the end.
+    """
     if is_a_service():
         left_out = [item for item in items if item.get_closest_marker("template")]
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = [item for item in items if not item.get_closest_marker("template")]
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
