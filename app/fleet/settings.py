@@ -298,7 +298,7 @@ def refuse_unknown(settings: type[FleetSettings], folder: Path | None = None) ->
                 "Kubernetes adds such names for a Service called 'flotilla': set `enableServiceLinks: false` on the pod"
             )
         else:
-            # A name that is a shortened one, such as FLOTILLA_ENV, is more likely than one of similar letters.
+            # FLOTILLA_ENV is more likely meant as FLOTILLA_ENVIRONMENT than as another name with similar letters.
             longer = sorted(each for each in known if each.startswith(name.upper()))
             close = longer if len(longer) == 1 else difflib.get_close_matches(name.upper(), known, n=1)
             hint = f"did you mean {close[0]}?" if close else "docs/reference/settings.md lists all settings"

@@ -45,7 +45,10 @@ class Addresses:
 
 
 def resolve(settings: FleetSettings, *, start: bool = True) -> Addresses:
-    """Return the addresses from the settings; without any, that of the embedded database, started if necessary."""
+    """Return the addresses from the settings; without any, that of the embedded database.
+
+    It is started if necessary, and with `start=False` it must be running already.
+    """
     if settings.database_url is None:
         find = embedded.ensure_running if start else embedded.address_if_running
         address = find(settings.embedded_dir)
